@@ -1,0 +1,108 @@
+# Everything that a user or a developer runs; `make help` lists it.
+
+PYTHON_VERSIONS := 3.11, 3.12 or 3.13
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+INSTALL := $(PIP) install --constraint constraints.txt
+N ?= 10
+
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+.DELETE_ON_ERROR:
+.PHONY: help serve env test test-races lint check-format check-lint check-types check-floors format clean FORCE
+
+help:
+	@echo "make serve            run the server; ARGS='--addr :9000 --workers 4' hands it options"
+	@echo "make test             the whole test suite, from nothing; PYTEST_ARGS='-k lanes' narrows it"
+	@echo "make test-races N=10  the race and end-to-end tests, N times in a row"
+	@echo "make lint             format, lint, types and floors, without changing a file"
+	@echo "make format           rewrite the code in the house's format"
+	@echo "make env              only make the environment, $(VENV)"
+	@echo "make clean            remove the environment and all caches"
+	@echo "PYTHON=python3.12     with any of them: the interpreter to make the environment with ($(PYTHON_VERSIONS))"
+
+# The server replaces the shell, so that Ctrl-C and SIGTERM reach it and nothing else has to pass them on.
+serve: $(VENV)/.runtime
+	@exec $(BIN)/ironbatch serve $(ARGS)
+
+# The second leg runs the kernels with bounds checking. Its compiled code is kept apart: numba would mix them.
+test: $(VENV)/.dev
+	@echo "== all tests"
+	@$(BIN)/pytest --quiet $(PYTEST_ARGS)
+	@echo "== the kernels again, with bounds checking"
+	@NUMBA_BOUNDSCHECK=1 IRONBATCH_CACHE_DIR='$(CURDIR)/.cache/boundscheck' $(BIN)/pytest --quiet tests/kernels
+
+test-races: $(VENV)/.dev
+	@for round in $$(seq $(N)); do \
+	    echo "== round $$round of $(N)"; \
+	    $(BIN)/pytest --quiet -m 'race or end_to_end' $(PYTEST_ARGS) || exit 1; \
+	done
+
+lint: check-format check-lint check-types check-floors
+
+check-format: $(VENV)/.dev
+	@$(BIN)/ruff format --check --quiet . && echo "format: good"
+
+check-lint: $(VENV)/.dev
+	@$(BIN)/ruff check --quiet . && echo "lint: good"
+
+check-types: $(VENV)/.dev
+	@$(BIN)/mypy --no-error-summary && echo "types: good"
+
+check-floors: $(VENV)/.dev
+	@$(BIN)/lint-imports --no-logo && echo "floors: good"
+
+format: $(VENV)/.dev
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---------------------------------------------------------------------------------------------------- the environment
+#
+# Three stamps, each written when its step is complete, so that an interrupted step is done again: the environment
+# itself, what the server needs, and what the developer needs.
+
+env: $(VENV)/.dev
+
+CANDIDATES := $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
+IS_SUITABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+VERSION := import sys; print(sys.version)
+
+# The environment is made anew when its interpreter is gone, when the project has moved (its scripts hold their path),
+# and when PYTHON names an interpreter of another version.
+ifneq ($(shell cat $(VENV)/.created 2>/dev/null && $(BIN)/python -c '' 2>/dev/null && echo runs),$(CURDIR) runs)
+$(VENV)/.created: FORCE
+else ifdef PYTHON
+ifneq ($(shell $(PYTHON) -c '$(VERSION)' 2>/dev/null),$(shell $(BIN)/python -c '$(VERSION)' 2>/dev/null))
+$(VENV)/.created: FORCE
+endif
+endif
+
+$(VENV)/.created:
+	@for python in $(CANDIDATES); do \
+	    if $$python -c '$(IS_SUITABLE)' >/dev/null 2>&1; then \
+	        echo "making $(VENV) with $$($$python -V)"; \
+	        $$python -m venv --clear $(VENV) && echo '$(CURDIR)' >$@; \
+	        exit; \
+	    fi; \
+	done; \
+	echo "error: none of these is Python $(PYTHON_VERSIONS) with its venv module: $(CANDIDATES)." >&2; \
+	echo "Install one (Debian: apt install python3-venv), or say where it is: make PYTHON=/path/to/python3.12 ..." >&2; \
+	exit 1
+
+# The version is part of the installed metadata, hence __init__.py.
+$(VENV)/.runtime: $(VENV)/.created pyproject.toml constraints.txt ironbatch/__init__.py
+	@echo "installing ironbatch and what it needs (about a minute the first time)"
+	@$(INSTALL) pip setuptools
+	@$(INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "installing the tools for development"
+	@$(INSTALL) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+FORCE:

@@ -1,0 +1,190 @@
+"""The backend seam: what computes the tokens of a batch plan.
+
+One `Backend` lives in the scheduler process and is called from its only thread. The same four methods fit
+
+* a synchronous device or model: `execute` computes and returns;
+* a device with fences: `execute` submits, waits for the fence in slices, returns;
+* streams whose tokens arrive when they arrive: `execute` waits until at least one token is there (or some time has
+  passed), and returns 0..n tokens a sequence.
+
+docs/backends.md shows a complete plug-in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ironbatch import layout
+from ironbatch.kernels.plan import fill_plan_tokens
+from ironbatch.kernels.state import StateArena
+from ironbatch.shm.segment import Segment
+
+FINISH_LENGTH = layout.FINISH_LENGTH
+FINISH_STOP = layout.FINISH_STOP
+FINISH_ERROR = layout.FINISH_ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """The paged KV cache that block ids speak of."""
+
+    num_blocks: int
+    block_size: int  # positions a block; a power of two
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What a plan will never exceed."""
+
+    num_sequences: int  # sequences are named 0 <= id < num_sequences; an id is used again after `forget`
+    max_running: int  # rows of a plan
+    max_batch_tokens: int  # new tokens of a plan
+    max_request_tokens: int  # prompt and output of one sequence
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """What a backend asks a plan to stay within; the defaults ask for nothing."""
+
+    max_sequences: int | None = None
+    max_tokens: int | None = None
+    max_tokens_per_step: int = 1
+    """The most tokens that one sequence may emit in one step: so many positions are backed by blocks beforehand."""
+
+
+class StepOutput:
+    """What a step emitted. The scheduler owns the memory; a plan hands it out ready for the usual case.
+
+    counts: int32[>= rows], tokens emitted by each row. Preset to 1 for a row that reaches the end of its sequence and to
+        0 for one whose prefill goes on; a stream without news sets 0, speculative decoding may set more, up to
+        `BatchLimits.max_tokens_per_step`.
+    token_ids: int32[>= sum(counts)], the tokens, row after row without gaps.
+    finish_reasons: int32[>= rows], preset to 0: the engine ends sequences at `max_new_tokens` and at `eos_token_id`. A
+        backend that knows more sets FINISH_STOP, FINISH_LENGTH or FINISH_ERROR.
+    """
+
+    __slots__ = ("counts", "finish_reasons", "token_ids")
+
+    def __init__(self, counts: NDArray[np.int32], token_ids: NDArray[np.int32], finish: NDArray[np.int32]) -> None:
+        self.counts = counts
+        self.token_ids = token_ids
+        self.finish_reasons = finish
+
+
+class BatchPlan:
+    """One step's work. All arrays are views that are valid until `execute` returns.
+
+    rows: structured, one a sequence: `sequence` (id), `first_position`, `new_tokens`, `context_tokens` (positions
+        first_position <= p < context_tokens are computed now), `emits` (1: the next token comes after it),
+        `token_offset`, `prompt_tokens`, `produced_tokens`. Rows of one new token (decodes) come first, then prefills.
+    token_ids, positions: int32[new tokens of all rows]; row r owns token_offset <= i < token_offset + new_tokens.
+    kv_slot_mapping: int64[new tokens], where each new token's KV goes: block id x block size + offset.
+    output: the preset `StepOutput` to fill and return.
+    block_tables: int32[num_sequences, blocks a sequence]; row of a sequence id, its first ceil(context / block size)
+        entries are valid.
+    """
+
+    def __init__(self, arena: StateArena, segment: Segment) -> None:
+        self._arena = arena
+        self._segment = segment
+        self._rows = arena.views["rows"]
+        self.output = StepOutput(*(arena.views[f"output_{name}"] for name in ("counts", "tokens", "finish")))
+        self.block_tables: NDArray[np.int32] = arena.views["block_tables"]
+        self.state_address = arena.address  # for a backend whose own kernels read the plan
+        self.count = 0
+        self._filled_for = -1
+        self._step = 0
+
+    def renew(self, count: int) -> None:
+        """The scheduler has planned `count` rows; lazy tables are filled again when they are asked for."""
+        self.count = count
+        self._step += 1
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def rows(self) -> NDArray[Any]:
+        """The plan's rows, PLAN_ROW[count]."""
+        return self._rows[: self.count]
+
+    def _tokens(self, name: str) -> NDArray[Any]:
+        if self._filled_for != self._step:
+            fill_plan_tokens(self._arena.address, self._segment.address)
+            self._filled_for = self._step
+        return self._arena.views[name][: int(self._arena.header["plan_tokens"])]
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """Ids of the tokens to compute; zeros for a prompt of which only the length is known."""
+        return self._tokens("token_ids")
+
+    @property
+    def positions(self) -> NDArray[np.int32]:
+        """Their positions in their sequences."""
+        return self._tokens("positions")
+
+    @property
+    def kv_slot_mapping(self) -> NDArray[np.int64]:
+        """Their places in the KV cache."""
+        return self._tokens("kv_slot_mapping")
+
+    @property
+    def seeds(self) -> NDArray[np.int64]:
+        """Sampling seed of each row's sequence, int64[count]."""
+        seeds: NDArray[np.int64] = self._arena.views["seeds"][self.rows["sequence"]]
+        return seeds
+
+    @property
+    def sampling(self) -> NDArray[Any]:
+        """Sampling parameters of each row's sequence: structured, `temperature`, `top_p` (float64), `top_k` (int64)."""
+        slots: NDArray[Any] = self._segment.slots[["temperature", "top_p", "top_k"]][self.rows["sequence"]]
+        return slots
+
+    @cached_property
+    def num_sequences(self) -> int:
+        """Sequence ids are below this."""
+        return len(self.block_tables)
+
+
+class Backend(ABC):
+    """Computes plans. Made by `Backend(config)`, then `start`, `execute` and `forget` in turn, at last `close`.
+
+    Exceptions from `execute`: `BackendLost` preempts all sequences, closes the backend and starts it again;
+    `RequestError` ends the sequences that it names; any other ends the sequences of the plan. The server lives on.
+    """
+
+    resumable: bool = True
+    """Whether the same sequence gets the same tokens, whoever computes it again (after a preemption or a restart)."""
+
+    longest_step_ns: int = 1_000_000_000
+    """The longest that `execute` may take; past it and 2 s more, /health reports a hung device."""
+
+    batch_limits: BatchLimits = BatchLimits()
+
+    eos_token_id: int = -1
+    """The token that ends a sequence, or -1."""
+
+    @abstractmethod
+    def start(self, kv: KVGeometry, limits: EngineLimits) -> None:
+        """Get ready. After it returns, plans come; called again after a `close`."""
+
+    @abstractmethod
+    def execute(self, plan: BatchPlan) -> StepOutput:
+        """Compute one plan and return what it emitted."""
+
+    def forget(self, sequences: NDArray[np.int32]) -> None:  # noqa: B027  most backends keep nothing a sequence
+        """These have finished or were preempted: drop what is kept for them. Their ids come back as new sequences."""
+
+    def close(self) -> None:  # noqa: B027  nothing to close is usual
+        """Let go of everything."""
+
+
+BackendFactory = Callable[[Any], Backend]

@@ -1,0 +1,1 @@
+"""`ironbatch bench`: a load generator that checks every stream it reads."""

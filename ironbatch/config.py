@@ -1,0 +1,389 @@
+"""The configuration: one frozen dataclass, where each option's flag, variable, default, bounds and help stand.
+
+A value comes from the flag, else from the environment variable, else from the default. An empty variable counts
+as unset (compose files and systemd units pass those). `Config.load` reports all problems together; a `Config`
+that exists is valid, and nothing below checks it again.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import ipaddress
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
+
+from ironbatch import limits
+from ironbatch.errors import ConfigError
+from ironbatch.limits import Bound
+
+ENV_PREFIX: Final = "IRONBATCH_"
+ENV_INTERNAL_PREFIX: Final = "IRONBATCH_INTERNAL_"  # what our processes hand each other; no user sets these
+ENV_NOT_OPTIONS: Final = frozenset({"IRONBATCH_CACHE_DIR"})
+BACKEND_GROUP: Final = "ironbatch.backends"
+BACKENDS_TO_COME: Final = ("real", "device")
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+ALL_INTERFACES: Final = "0.0.0.0"  # noqa: S104 - serving the network is the purpose
+
+Values = Mapping[str, Any]
+Default = TypeVar("Default", int, float, str)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind:
+    """How an option's text is read: its good values in few words ("" if help says them), and a reader.
+
+    The reader raises ValueError naming the value, the bound and the remedy. A value `v` is good if and only if
+    `read(str(v)) == v`: what passes the check also survives the way through an environment variable.
+    """
+
+    bounds: str
+    read: Callable[[str], object]
+
+
+def _whole_number(bound: Bound) -> Kind:
+    return Kind(f"{bound.low}..{bound.high}", lambda text: _read_whole_number(text, bound))
+
+
+def _power_of_two(bound: Bound) -> Kind:
+    def read(text: str) -> int:
+        value = _read_whole_number(text, bound)
+        if limits.is_power_of_two(value):
+            return value
+        remedy = " or ".join(map(str, limits.nearest_powers_of_two(value, bound)))
+        raise ValueError(f"{value} is not a power of two {bound}; use {remedy}")
+
+    return Kind(f"{bound.low}..{bound.high}, a power of two", read)
+
+
+def _choice(*words: str) -> Kind:
+    def read(text: str) -> str:
+        if text.lower() not in words:
+            raise ValueError(f"{_quoted(text)} is none of its values; use {' or '.join(words)}")
+        return text.lower()
+
+    return Kind(", ".join(words), read)
+
+
+def _read_whole_number(text: str, bound: Bound) -> int:
+    """Digits and a minus sign, nothing else: no fraction, underscore, space, or digit outside ASCII."""
+    if re.fullmatch(r"-?[0-9]+", text) is None:
+        raise ValueError(f"{_quoted(text)} is not a whole number; give one {bound}")
+    if len(text.lstrip("-0")) > 20:  # over any bound here, and int() itself refuses over 4,300 digits
+        value, shown = (bound.low - 1 if text.startswith("-") else bound.high + 1), text[:20] + "..."
+    else:
+        value = int(text.lstrip("-0") or "0") * (-1 if text.startswith("-") else 1)
+        shown = str(value)
+    if value not in bound:
+        remedy = f"{bound.low} or more" if value < bound.low else f"{bound.high} or less"
+        raise ValueError(f"{shown} is not {bound}; use {remedy}")
+    return value
+
+
+def _read_probability(text: str) -> float:
+    if re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
+        raise ValueError(f"{_quoted(text)} is not a number; give one between 0 and 1, such as 0.02")
+    if not 0 <= float(text) <= 1:
+        raise ValueError(f"{_quoted(text)} is not between 0 and 1; use a probability such as 0.02")
+    return float(text) + 0.0  # -0.0 becomes 0.0
+
+
+def split_addr(addr: str) -> tuple[str, int]:
+    """`host:port`, `[v6]:port` or `:port` (all interfaces) as (host, port); port 0 means any free one.
+
+    Raises ValueError with the problem and the remedy.
+    """
+    host, colon, port_text = addr.rpartition(":")
+    if not colon:
+        remedy = f":{addr}" if re.fullmatch(r"[0-9]{1,5}", addr) else "host:port, such as 127.0.0.1:8080"
+        raise ValueError(f"{_quoted(addr)} is not a host and a port; use {remedy}")
+    try:
+        port = _read_whole_number(port_text, limits.PORT)
+    except ValueError as error:
+        raise ValueError(f"{_quoted(addr)}: the port {error}") from None
+    if host.startswith("[") and host.endswith("]"):
+        try:
+            return str(ipaddress.IPv6Address(host[1:-1])), port
+        except ValueError:
+            raise ValueError(f"{_quoted(host)} is not an IPv6 address; use one such as [::1]") from None
+    if ":" in host or "[" in host or "]" in host:
+        raise ValueError(f"{_quoted(addr)} is ambiguous; put an IPv6 address in brackets, such as [::1]:8080")
+    if not host:
+        return ALL_INTERFACES, port
+    if re.fullmatch(r"[0-9.]+", host):
+        try:
+            ipaddress.IPv4Address(host)
+        except ValueError:
+            raise ValueError(f"{_quoted(host)} is not an IPv4 address; use one such as 127.0.0.1") from None
+    elif len(host) > limits.MAX_HOST_CHARS or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", host) is None:
+        raise ValueError(
+            f"{_quoted(host)} is not a host name (letters, digits, dots and dashes, at most"
+            f" {limits.MAX_HOST_CHARS}); use a name or an address, or leave it out for all interfaces"
+        )
+    return host, port
+
+
+def backend_names() -> tuple[str, ...]:
+    """The backends this installation can run: the mock, then the plug-ins found as entry points."""
+    from importlib.metadata import entry_points  # noqa: PLC0415 - 15 ms that the mock and --help don't pay
+
+    plugins = {entry.name for entry in entry_points(group=BACKEND_GROUP)}
+    return ("mock", *sorted(plugins - {"mock", *BACKENDS_TO_COME}))
+
+
+def _read_addr(text: str) -> str:
+    split_addr(text)
+    return text
+
+
+def _read_backend(name: str) -> str:
+    if name == "mock":
+        return name
+    available = backend_names()
+    remedy = f"use {' or '.join(available)}, or install a plug-in (entry-point group {BACKEND_GROUP})"
+    if name in BACKENDS_TO_COME:
+        raise ValueError(f"{_quoted(name)} comes in a later version; until then {remedy}")
+    if name not in available:
+        raise ValueError(f"{_quoted(name)} is not a backend of this installation; {remedy}")
+    return name
+
+
+def _read_url(url: str) -> str:
+    if len(url) > limits.MAX_URL_CHARS:
+        raise ValueError(f"{len(url)} characters are too many; use a URL of at most {limits.MAX_URL_CHARS}")
+    if re.search(r"[\s\x00-\x1f\x7f\ud800-\udfff]", url):
+        raise ValueError(f"{_quoted(url)} holds a space or a control character; percent-encode it")
+    return url
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """One option, as `--help`, the environment and messages know it."""
+
+    name: str
+    default: int | float | str
+    kind: Kind
+    metavar: str
+    help: str
+
+    @property
+    def flag(self) -> str:
+        """Such as `--kv-block-size`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        """Such as `IRONBATCH_KV_BLOCK_SIZE`."""
+        return ENV_PREFIX + self.name.upper()
+
+
+def _option(default: Default, kind: Kind, metavar: str, text: str) -> Default:
+    return dataclasses.field(default=default, metadata={"kind": kind, "metavar": metavar, "help": text})
+
+
+def _whole(default: int, bound: Bound, metavar: str, text: str) -> int:
+    return _option(default, _whole_number(bound), metavar, text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A valid configuration. Building one raises ConfigError with every problem there is."""
+
+    addr: str = _option(
+        "0.0.0.0:8080",
+        Kind("", _read_addr),
+        "HOST:PORT",
+        "listen here; :PORT for all interfaces, port 0 for any free",
+    )
+    workers: int = _whole(2, limits.WORKERS, "COUNT", "web worker processes")
+    backend: str = _option(
+        "mock", Kind("", _read_backend), "NAME", "what computes tokens: mock, or a plug-in's name"
+    )
+    backend_url: str = _option(
+        "", Kind("", _read_url), "URL", "where the backend is, for one that is reached by a URL"
+    )
+    total_kv_blocks: int = _whole(4096, limits.TOTAL_KV_BLOCKS, "BLOCKS", "KV blocks in the pool")
+    kv_block_size: int = _option(
+        16, _power_of_two(limits.KV_BLOCK_SIZE), "TOKENS", "tokens that one KV block holds"
+    )
+    max_batch_tokens: int = _whole(
+        8192,
+        limits.MAX_BATCH_TOKENS,
+        "TOKENS",
+        "tokens computed in one step, prefill chunks and decodes together",
+    )
+    max_running_seqs: int = _whole(
+        256, limits.MAX_RUNNING_SEQS, "COUNT", "sequences that run at the same time"
+    )
+    max_queued_requests: int = _whole(
+        512, limits.MAX_QUEUED_REQUESTS, "COUNT", "requests that may wait; the next one is answered 503"
+    )
+    max_model_len: int = _whole(
+        8192, limits.MAX_MODEL_LEN, "TOKENS", "longest sequence, prompt and output together"
+    )
+    max_body_bytes: int = _whole(
+        limits.MAX_BODY_BYTES_DEFAULT,
+        limits.MAX_BODY_BYTES,
+        "BYTES",
+        "largest request body; a larger one is 413",
+    )
+    seed: int = _whole(0, limits.SEED, "SEED", "sampling seed of requests that name none")
+    mock_token_latency_us: int = _whole(
+        200, limits.MOCK_TOKEN_LATENCY_US, "US", "mock: microseconds a step takes, whatever its batch"
+    )
+    mock_prefill_token_latency_ns: int = _whole(
+        0, limits.MOCK_TERM_LATENCY_NS, "NS", "mock: nanoseconds more per prefill token of the step"
+    )
+    mock_sequence_latency_ns: int = _whole(
+        0, limits.MOCK_TERM_LATENCY_NS, "NS", "mock: nanoseconds more per sequence of the step"
+    )
+    mock_kv_token_latency_ns: int = _whole(
+        0, limits.MOCK_TERM_LATENCY_NS, "NS", "mock: nanoseconds more per KV token the step reads"
+    )
+    mock_eos_prob: float = _option(
+        0.0,
+        Kind("0..1", _read_probability),
+        "P",
+        "mock: chance that a token ends its sequence; 0 gives exactly the tokens asked for",
+    )
+    log_level: str = _option("info", _choice(*LOG_LEVELS), "LEVEL", "least severe message that is logged")
+
+    def __post_init__(self) -> None:
+        values = {option.name: getattr(self, option.name) for option in options()}
+        problems = []
+        for option in options():
+            try:
+                plain = option.kind.read(str(values[option.name]))
+            except ValueError as error:
+                problems.append(f"{option.flag}: {error}")
+            else:
+                if plain != values[option.name]:
+                    problems.append(f"{option.flag}: {values[option.name]!r} is not plain; use {plain!r}")
+        # A value of the wrong type has no place in the relations' arithmetic.
+        problems = problems or _relation_problems(values, {option.name: option.flag for option in options()})
+        if problems:
+            raise ConfigError(problems)
+
+    @classmethod
+    def load(cls, argv_values: Mapping[str, str], environ: Mapping[str, str]) -> "Config":
+        """Read raw strings: `argv_values` by field name (`total_kv_blocks`), `environ` by variable name.
+
+        Raises ConfigError with all problems, each naming the flag or variable that the value came from.
+        """
+        values: dict[str, Any] = {}
+        sources = {option.name: option.flag for option in options()}
+        assert argv_values.keys() <= sources.keys()
+        problems = []
+        for option in options():
+            if option.name in argv_values:
+                text = argv_values[option.name]
+            elif environ.get(option.env):
+                text, sources[option.name] = environ[option.env], option.env
+            else:
+                values[option.name] = option.default
+                continue
+            try:
+                values[option.name] = option.kind.read(text)
+            except ValueError as error:
+                problems.append(f"{sources[option.name]}: {error}")
+        problems += _relation_problems(values, sources)
+        if problems:
+            raise ConfigError(problems)
+        return cls(**values)
+
+    def to_environ(self) -> dict[str, str]:
+        """Every option as a variable, so that a child process loads this very configuration."""
+        return {option.env: str(getattr(self, option.name)) for option in options()}
+
+    @property
+    def host(self) -> str:
+        """The host to bind, without brackets."""
+        return split_addr(self.addr)[0]
+
+    @property
+    def port(self) -> int:
+        """The port to bind; 0 for any free one."""
+        return split_addr(self.addr)[1]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in the segment: running + queued."""
+        return limits.num_slots(self.max_running_seqs, self.max_queued_requests)
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes in the segment: more than workers, see `limits.num_lanes`."""
+        return limits.num_lanes(self.workers)
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens that the KV pool holds."""
+        return self.total_kv_blocks * self.kv_block_size
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The most tokens, prompt and output together, that one request can ever have."""
+        return limits.max_request_tokens(self.max_model_len, self.kv_capacity_tokens)
+
+    @property
+    def running_limit(self) -> int:
+        """The most sequences that can run: each takes at least one token of a step."""
+        return limits.running_limit(self.max_running_seqs, self.max_batch_tokens)
+
+    @property
+    def mock_longest_step_ns(self) -> int:
+        """The mock's longest possible step: a full batch, all of it prefill, every context at its longest."""
+        return limits.mock_longest_step_ns(*(getattr(self, name) for name in _MOCK_STEP_FIELDS))
+
+
+def options() -> tuple[Option, ...]:
+    """All options, in the order in which `--help` shows them."""
+    return _OPTIONS
+
+
+_OPTIONS: Final = tuple(
+    Option(item.name, item.default, **item.metadata)  # type: ignore[arg-type]
+    for item in dataclasses.fields(Config)
+)
+
+
+def environment_warnings(environ: Mapping[str, str]) -> list[str]:
+    """One line for each `IRONBATCH_` variable that nothing reads, with the option it may have meant."""
+    known = {option.env for option in options()} | ENV_NOT_OPTIONS
+    warnings = []
+    for name in sorted(environ):
+        if name in known or not name.startswith(ENV_PREFIX) or name.startswith(ENV_INTERNAL_PREFIX):
+            continue
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        meant = f"did you mean {close[0]}?" if close else "`ironbatch serve --help` lists those there are"
+        warnings.append(f"{name} is not an option and has no effect; {meant}")
+    return warnings
+
+
+def _backend_url_problem(url: str, backend: str) -> str | None:
+    if not url or backend != "mock":
+        return None
+    return f"{_quoted(url)} means nothing to the mock backend; remove it, or choose a backend that uses a URL"
+
+
+# Each relation between options: the fields it needs, and a function of these that gives the problem or None.
+_MOCK_STEP_FIELDS: Final = tuple(inspect.signature(limits.mock_longest_step_ns).parameters)
+_RELATIONS: Final[tuple[tuple[tuple[str, ...], Callable[..., str | None]], ...]] = (
+    (("max_running_seqs", "max_queued_requests"), limits.slots_problem),
+    (("max_running_seqs", "max_queued_requests", "max_model_len"), limits.segment_problem),
+    (("backend_url", "backend"), _backend_url_problem),
+    (_MOCK_STEP_FIELDS, limits.mock_step_problem),
+)
+
+
+def _relation_problems(values: Values, sources: Mapping[str, str]) -> list[str]:
+    """The relations that don't hold, of those whose fields are all in `values`."""
+    problems = []
+    for names, check in _RELATIONS:
+        if values.keys() >= set(names) and (problem := check(*(values[name] for name in names))):
+            problems.append(f"{', '.join(sources[name] for name in names)}: {problem}")
+    return problems

@@ -1,0 +1,180 @@
+"""The end of a step: append what the backend emitted, finish, free, publish, count, and see who is to be woken."""
+
+from __future__ import annotations
+
+from ironbatch import layout
+from ironbatch.kernels.atomics import exchange, full_fence, load_acquire, store_release
+from ironbatch.kernels.blocks import release_blocks
+from ironbatch.kernels.jit import inline, kernel, subroutine
+from ironbatch.kernels.queues import note_forget
+from ironbatch.kernels.shared import (
+    ERROR_CODE,
+    IN_DEVICE_CALL,
+    LANE_WORDS,
+    PUBLISHED,
+    SLOT_WORDS,
+    TOKEN_ROW_TOKENS,
+    WORKER_SLEEPING,
+    open_shared,
+    published_word,
+)
+from ironbatch.kernels.state import (
+    COMPUTED,
+    EOS_TOKEN_ID,
+    FREE_COUNT,
+    LANE,
+    MAX_NEW,
+    NUM_LANES,
+    PLAN_DECODES,
+    PLAN_TOKENS,
+    PRODUCED,
+    PROMPT,
+    ROW_CONTEXT,
+    ROW_COUNT,
+    ROW_EMITS,
+    ROW_SEQUENCE,
+    ROW_WORDS,
+    RUNNING_COUNT,
+    SEQ_FLAGS,
+    SEQ_GENERATION,
+    SEQUENCE_WORDS,
+    STATUS,
+    STATUS_NONE,
+    STATUS_RUNNING,
+    TOKENS_PER_STEP,
+    WAITING_COUNT,
+    WAKE_COUNT,
+    open_state,
+)
+
+METRIC_TOKENS = layout.word(layout.METRICS, "tokens_generated")
+METRIC_STEPS = layout.word(layout.METRICS, "steps")
+METRIC_PREFILL = layout.word(layout.METRICS, "prefill_tokens")
+METRIC_DECODE = layout.word(layout.METRICS, "decode_tokens")
+METRIC_FAILED = layout.word(layout.METRICS, "sequences_failed")
+METRIC_RUNNING = layout.word(layout.METRICS, "running")
+METRIC_WAITING = layout.word(layout.METRICS, "waiting")
+METRIC_FREE = layout.word(layout.METRICS, "kv_blocks_free")
+
+
+@subroutine
+def finish(state, shared, sequence, reason):
+    """Free a finished sequence's blocks; the caller publishes it and compacts the running set."""
+    release_blocks(state, sequence)
+    note_forget(state, sequence)
+    state.sequences[sequence * SEQUENCE_WORDS + STATUS] = STATUS_NONE
+    error = layout.ERROR_REQUEST if reason == layout.FINISH_ERROR else layout.ERROR_NONE
+    shared.slots[sequence * SLOT_WORDS + ERROR_CODE] = error
+    if reason == layout.FINISH_ERROR:
+        shared.metrics[METRIC_FAILED] += 1
+
+
+@inline
+def compact_running(state):
+    """Drop from the running set whoever has finished, in one pass that keeps the order."""
+    kept = 0
+    for k in range(state.header[RUNNING_COUNT]):
+        sequence = state.running[k]
+        if state.sequences[sequence * SEQUENCE_WORDS + STATUS] == STATUS_RUNNING:
+            state.running[kept] = sequence
+            kept += 1
+    state.header[RUNNING_COUNT] = kept
+
+
+@inline
+def gather_wakes(state, shared):
+    """List the lanes that have news and whose worker sleeps; each such worker is rung by this caller alone."""
+    full_fence()
+    count = 0
+    for lane in range(state.header[NUM_LANES]):
+        if state.lane_news[lane] == 0:
+            continue
+        state.lane_news[lane] = 0
+        word = lane * LANE_WORDS + WORKER_SLEEPING
+        if load_acquire(shared.lanes, word) != 0 and exchange(shared.lanes, word, 0) == 1:
+            state.wakes[count] = lane
+            count += 1
+    state.header[WAKE_COUNT] = count
+    return count
+
+
+@inline
+def set_gauges(state, shared):
+    """What /metrics shows of the scheduler's private state."""
+    shared.metrics[METRIC_RUNNING] = state.header[RUNNING_COUNT]
+    shared.metrics[METRIC_WAITING] = state.header[WAITING_COUNT]
+    shared.metrics[METRIC_FREE] = state.header[FREE_COUNT]
+
+
+@kernel("int64(intp, intp)")
+def commit(state_address, segment_address):
+    """Commit the executed plan. Returns the number of workers to wake (their lanes stand in `wakes`).
+
+    Reads output_counts[row] tokens a row from output_tokens, in row order, and output_finish[row], a finish reason
+    that the backend itself decided on. A row that emits nothing keeps its place: its last position is computed again.
+    """
+    state = open_state(state_address)
+    shared = open_shared(segment_address)
+    eos = state.header[EOS_TOKEN_ID]
+    stride = shared.header[TOKEN_ROW_TOKENS]
+    most = state.header[TOKENS_PER_STEP]
+    cursor = 0
+    generated = 0
+    finished = 0
+    rows = state.header[ROW_COUNT]
+    for k in range(rows):
+        row = k * ROW_WORDS
+        sequence = state.rows[row + ROW_SEQUENCE]
+        fields = sequence * SEQUENCE_WORDS
+        reason = state.output_finish[k]
+        count = min(max(state.output_counts[k], 0), most)  # a plug-in's slip must not read past the output
+        if state.rows[row + ROW_EMITS] == 0 and reason == layout.FINISH_NONE:
+            state.sequences[fields + COMPUTED] = state.rows[row + ROW_CONTEXT]
+            cursor += count
+            continue
+        before = state.sequences[fields + PRODUCED]
+        produced = before
+        limit = state.sequences[fields + MAX_NEW]
+        out = sequence * stride + state.sequences[fields + PROMPT]
+        for token_index in range(cursor, cursor + count):
+            token = state.output_tokens[token_index]
+            shared.tokens[out + produced] = token
+            produced += 1
+            if token == eos and (state.sequences[fields + SEQ_FLAGS] & layout.FLAG_IGNORE_EOS) == 0:
+                reason = layout.FINISH_STOP
+                break
+            if produced == limit:
+                reason = layout.FINISH_LENGTH
+                break
+        cursor += count
+        generated += produced - before
+        state.sequences[fields + PRODUCED] = produced
+        state.sequences[fields + COMPUTED] = state.sequences[fields + PROMPT] + produced - 1
+        if reason != layout.FINISH_NONE:
+            state.output_finish[k] = layout.FINISH_NONE
+            finish(state, shared, sequence, reason)
+            finished += 1
+        elif produced == before:
+            continue
+        word = published_word(state.sequences[fields + SEQ_GENERATION], reason, produced)
+        store_release(shared.slots, sequence * SLOT_WORDS + PUBLISHED, word)
+        state.lane_news[state.sequences[fields + LANE]] = 1
+    if finished > 0:
+        compact_running(state)
+    state.header[ROW_COUNT] = 0
+    shared.header[IN_DEVICE_CALL] = 0
+    shared.metrics[METRIC_STEPS] += 1
+    shared.metrics[METRIC_TOKENS] += generated
+    shared.metrics[METRIC_DECODE] += state.header[PLAN_DECODES]
+    shared.metrics[METRIC_PREFILL] += state.header[PLAN_TOKENS] - state.header[PLAN_DECODES]
+    set_gauges(state, shared)
+    return gather_wakes(state, shared)
+
+
+@kernel("int64(intp, intp)")
+def announce(state_address, segment_address):
+    """For a step that computed nothing: the gauges, and who is to be woken for what `drain` ended."""
+    state = open_state(state_address)
+    shared = open_shared(segment_address)
+    set_gauges(state, shared)
+    return gather_wakes(state, shared)

@@ -1,0 +1,85 @@
+"""How kernels are compiled, and where the compiled code is kept.
+
+`kernel` marks an entry point: it is compiled for one explicit signature when its module is imported, so that "imported"
+means "ready". `inline` marks a helper that only kernels call.
+
+numba's cache has three faults that matter to a server, and this module deals with them (numba 0.68):
+
+* it does not notice that an imported helper changed: the directory's name holds a hash of all kernel sources;
+* code compiled with NUMBA_BOUNDSCHECK=1 and without share their files: the setting is part of the hash;
+* a read-only directory or a truncated file raises at import: the directory is emptied and the kernel compiled again,
+  and if that fails too it is compiled without a cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+from numba import njit
+from numba.core.errors import NumbaError
+
+_log = logging.getLogger("ironbatch.jit")
+
+CACHE_VARIABLE = "IRONBATCH_CACHE_DIR"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def source_digest() -> str:
+    """A hash of everything that the compiled code depends on and that numba's own index does not look at."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256(f"{numba.__version__} boundscheck={numba.config.BOUNDSCHECK}".encode())
+    for path in sorted([*here.glob("*.py"), here.parent / "layout.py", here.parent / "limits.py"]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def cache_directory() -> Path:
+    """$IRONBATCH_CACHE_DIR, else systemd's $CACHE_DIRECTORY, else the user's cache directory; one folder a digest."""
+    base = os.environ.get(CACHE_VARIABLE) or os.environ.get("CACHE_DIRECTORY")
+    if not base:
+        home_cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        base = str(Path(home_cache) / "ironbatch")
+    return Path(base) / f"kernels-{source_digest()}"
+
+
+_directory = cache_directory()
+numba.config.CACHE_DIR = str(_directory)
+
+
+def kernel(signature: str) -> Callable[[F], F]:
+    """Compile the decorated function for `signature` now, from the cache if it can be used.
+
+    Raises:
+        NumbaError: the function itself does not compile (a bug).
+    """
+
+    def decorate(function: F) -> F:
+        for attempt in ("cached", "cached, after the cache was emptied"):
+            try:
+                return njit(signature, cache=True, error_model="numpy")(function)
+            except NumbaError:
+                raise
+            except Exception as problem:
+                _log.warning("kernel %s, %s: %s: %s", function.__name__, attempt, type(problem).__name__, problem)
+                shutil.rmtree(_directory, ignore_errors=True)
+        return njit(signature, error_model="numpy")(function)
+
+    return decorate
+
+
+def inline(function: F) -> F:
+    """A helper that is compiled into each kernel that calls it."""
+    return njit(error_model="numpy", forceinline=True)(function)
+
+
+def subroutine(function: F) -> F:
+    """A helper for the rare path: compiled once a kernel, called rather than copied into it."""
+    return njit(error_model="numpy")(function)

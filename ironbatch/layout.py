@@ -1,0 +1,249 @@
+"""Every dtype that processes share, declared once.
+
+One shared-memory segment holds a header and five tables: lanes, lane entries, slots, tokens and metrics.
+Configuration changes counts and offsets, never a dtype, so that a flag never costs a compilation.
+
+Rules that make the layout reviewable:
+
+* every field is eight bytes wide and naturally aligned, so that any of them can be an atomic word;
+* fields are grouped by writer, and each group fills whole 64-byte cache lines, so that no two processes ever
+  write the same line; the writer is named in the comment above its group;
+* kernels find a field by `word(dtype, name)`, an index in 8-byte words; nothing else knows an offset.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+CACHE_LINE_BYTES = 64
+WORD_BYTES = 8
+
+MAGIC = 0x3148435441424E49  # "INBATCH1", little-endian
+LAYOUT_VERSION = 1
+
+LANE_ENTRIES_PER_SLOT = 4
+"""A slot generation pushes at most a submission and a cancel, and the scheduler drains a whole lane in each step.
+So at most 3 entries of one slot can be outstanding, and with 4 a push cannot fail."""
+
+TOKEN_ROW_PADDING_BYTES = 64
+"""Token rows are padded: a power-of-two stride maps all rows to the same cache sets and publishes 1.6-2.7 x slower."""
+
+TOKEN_BYTES = 4
+
+HISTOGRAM_SUB_BUCKET_BITS = 5
+HISTOGRAM_BUCKETS = (32 - HISTOGRAM_SUB_BUCKET_BITS + 1) << HISTOGRAM_SUB_BUCKET_BITS
+"""Log-linear buckets of microseconds: exact below 32 us, then 32 buckets an octave (3 % wide) up to 2**32 us."""
+
+Field = tuple[str, Any] | tuple[str, Any, tuple[int, ...]]
+
+
+def _table(*groups: tuple[Field, ...]) -> np.dtype[np.void]:
+    """A dtype whose groups of fields each start on a cache line of their own."""
+    names: list[str] = []
+    formats: list[Any] = []
+    offsets: list[int] = []
+    offset = 0
+    for group in groups:
+        for name, *shape in group:
+            field = np.dtype((shape[0], shape[1])) if len(shape) > 1 else np.dtype(shape[0])
+            assert field.itemsize % WORD_BYTES == 0, f"{name} is not made of 8-byte words"
+            names.append(name)
+            formats.append(field)
+            offsets.append(offset)
+            offset += field.itemsize
+        offset = -(-offset // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": offset})
+
+
+def word(dtype: np.dtype[np.void], name: str) -> int:
+    """Index of a field in its row, counted in 8-byte words."""
+    fields = dtype.fields
+    assert fields is not None
+    return int(fields[name][1]) // WORD_BYTES
+
+
+HEADER = _table(
+    # The segment's creator, before any other process can attach.
+    (
+        ("magic", "<i8"),
+        ("layout_version", "<i8"),
+        ("segment_bytes", "<i8"),
+        ("num_slots", "<i8"),
+        ("num_lanes", "<i8"),
+        ("lane_entries", "<i8"),
+        ("max_model_len", "<i8"),
+        ("token_row_tokens", "<i8"),
+        ("lanes_offset", "<i8"),
+        ("entries_offset", "<i8"),
+        ("slots_offset", "<i8"),
+        ("tokens_offset", "<i8"),
+        ("metrics_offset", "<i8"),
+        ("max_request_tokens", "<i8"),
+        ("created_ns", "<i8"),
+    ),
+    # The supervisor.
+    (("epoch", "<i8"), ("draining", "<i8")),
+    # The scheduler: what /health reads.
+    (
+        ("heartbeat_ns", "<i8"),
+        ("scheduler_ready", "<i8"),
+        ("step_started_ns", "<i8"),
+        ("in_device_call", "<i8"),
+        ("longest_step_ns", "<i8"),
+        ("scheduler_pid", "<i8"),
+    ),
+    # The scheduler sets it before it sleeps; whoever rings its doorbell exchanges it for 0.
+    (("scheduler_sleeping", "<i8"),),
+)
+
+LANE = _table(
+    # The web worker that holds the lane (producer).
+    (("tail", "<i8"),),
+    # The scheduler (consumer).
+    (("head", "<i8"), ("reaped_generation", "<i8")),
+    # The worker sets it before it looks for the last time; the scheduler exchanges it for 0 when it rings.
+    (("worker_sleeping", "<i8"),),
+    # The parent of the web workers (gunicorn's arbiter): who holds the lane, and which holders have died.
+    (("generation", "<i8"), ("dead_generation", "<i8")),
+    # The web worker: written once its event loop runs.
+    (("worker_pid", "<i8"), ("serving_generation", "<i8")),
+)
+
+LANE_ENTRY = np.dtype({"names": ["slot", "generation"], "formats": ["<i8", "<i8"], "itemsize": 16})
+
+SLOT = _table(
+    # Claimed by a worker's compare-and-swap on 0; given back by the owner, or by the scheduler when that has died.
+    # Everything else in this group and the next is written by the owner between claim and submit; `cancelled` later.
+    (
+        ("owner", "<i8"),
+        ("generation", "<i8"),
+        ("submitted", "<i8"),
+        ("cancelled", "<i8"),
+        ("arrival_ns", "<i8"),
+        ("seed", "<i8"),
+        ("prompt_tokens", "<i8"),
+        ("max_new_tokens", "<i8"),
+    ),
+    (
+        ("priority", "<i8"),
+        ("flags", "<i8"),
+        ("choice_index", "<i8"),
+        ("parent_slot", "<i8"),
+        ("deadline_ns", "<i8"),
+        ("temperature", "<f8"),
+        ("top_p", "<f8"),
+        ("top_k", "<i8"),
+    ),
+    # The scheduler. `published` is one word, stored once per step: generation << 32 | finish reason << 24 | produced.
+    (("published", "<i8"), ("error_code", "<i8"), ("preemptions", "<i8")),
+)
+
+METRICS = _table(
+    # One row a writer: row 0 is the scheduler's, row 1 + i belongs to whoever holds lane i. Counters only grow.
+    (
+        ("tokens_generated", "<i8"),
+        ("steps", "<i8"),
+        ("prefill_tokens", "<i8"),
+        ("decode_tokens", "<i8"),
+        ("preemptions", "<i8"),
+        ("sequences_aborted", "<i8"),
+        ("sequences_failed", "<i8"),
+        ("rebuilds", "<i8"),
+    ),
+    # Gauges of the scheduler.
+    (("running", "<i8"), ("waiting", "<i8"), ("kv_blocks_free", "<i8"), ("kv_blocks_total", "<i8")),
+    # Counters of a web worker.
+    (
+        ("requests_received", "<i8"),
+        ("requests_completed", "<i8"),
+        ("requests_cancelled", "<i8"),
+        ("requests_failed", "<i8"),
+        ("requests_rejected", "<i8"),
+        ("tokens_delivered", "<i8"),
+        ("chunks_delivered", "<i8"),
+    ),
+    (("ttft_us", "<i8", (HISTOGRAM_BUCKETS,)),),
+    (("inter_token_us", "<i8", (HISTOGRAM_BUCKETS,)),),
+)
+
+# Request flags (SLOT.flags).
+FLAG_TOKEN_IDS = 1  # the prompt's token ids stand in the token row; otherwise only their count is known
+FLAG_IGNORE_EOS = 2
+
+# Finish reasons (bits 24..31 of SLOT.published).
+FINISH_NONE = 0
+FINISH_LENGTH = 1
+FINISH_STOP = 2
+FINISH_CANCELLED = 3
+FINISH_ERROR = 4
+
+# Error codes (SLOT.error_code), with the sentence a client reads.
+ERROR_NONE = 0
+ERROR_BACKEND = 1
+ERROR_LOST = 2
+ERROR_REQUEST = 3
+ERROR_INVALID = 4
+ERROR_MESSAGES = {
+    ERROR_BACKEND: "the backend failed while it computed this request; the server's log says why",
+    ERROR_LOST: "the engine restarted, and this backend cannot continue a sequence that it has begun; send it again",
+    ERROR_REQUEST: "the backend refused this request; the server's log says why",
+    ERROR_INVALID: "the request reached the scheduler with values outside the engine's limits",
+}
+
+# The published word.
+PUBLISHED_GENERATION_SHIFT = 32
+PUBLISHED_REASON_SHIFT = 24
+PUBLISHED_PRODUCED_MASK = (1 << PUBLISHED_REASON_SHIFT) - 1
+GENERATION_MASK = (1 << 31) - 1  # generations stay positive in a signed word
+
+# The owner word: lane generation << 16 | lane + 1; 0 means free.
+OWNER_LANE_BITS = 16
+OWNER_LANE_MASK = (1 << OWNER_LANE_BITS) - 1
+
+
+def owner_word(lane: int, generation: int) -> int:
+    """The owner word of whoever holds `lane` in its `generation`."""
+    return (generation << OWNER_LANE_BITS) | (lane + 1)
+
+
+class Offsets(NamedTuple):
+    """Where each table of a segment begins, and its length, in bytes."""
+
+    lanes: int
+    entries: int
+    slots: int
+    tokens: int
+    metrics: int
+    total: int
+
+
+def lane_entries(num_slots: int) -> int:
+    """Entries of one lane: the smallest power of two that holds `LANE_ENTRIES_PER_SLOT` for every slot."""
+    return 1 << (LANE_ENTRIES_PER_SLOT * num_slots - 1).bit_length()
+
+
+def token_row_tokens(max_model_len: int) -> int:
+    """Length of one slot's token row in tokens: whole cache lines, and one more of padding."""
+    row_bytes = -(-max_model_len * TOKEN_BYTES // CACHE_LINE_BYTES) * CACHE_LINE_BYTES + TOKEN_ROW_PADDING_BYTES
+    return row_bytes // TOKEN_BYTES
+
+
+def offsets(*, num_slots: int, num_lanes: int, max_model_len: int) -> Offsets:
+    """Place the tables one behind the other; all sizes are multiples of a cache line."""
+    lanes = HEADER.itemsize
+    entries = lanes + num_lanes * LANE.itemsize
+    slots = entries + num_lanes * lane_entries(num_slots) * LANE_ENTRY.itemsize
+    tokens = slots + num_slots * SLOT.itemsize
+    metrics = tokens + num_slots * token_row_tokens(max_model_len) * TOKEN_BYTES
+    return Offsets(lanes, entries, slots, tokens, metrics, metrics + (1 + num_lanes) * METRICS.itemsize)
+
+
+def segment_bytes(*, num_slots: int, num_lanes: int, max_model_len: int) -> int:
+    """Size of the whole segment in bytes."""
+    return offsets(num_slots=num_slots, num_lanes=num_lanes, max_model_len=max_model_len).total
+
+
+for _dtype, _bytes in ((HEADER, 320), (LANE, 320), (LANE_ENTRY, 16), (SLOT, 192), (METRICS, 192 + 2 * 8 * 896)):
+    assert _dtype.itemsize == _bytes, f"layout changed: {_dtype.names} has {_dtype.itemsize} bytes, not {_bytes}"

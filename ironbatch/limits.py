@@ -1,0 +1,169 @@
+"""Every bound of Ironbatch, named once, and the relations between bounds.
+
+A bound that isn't here does not exist: `config` checks these at start, the web workers check requests against
+them, and kernels rely on them (an index that fits int32 here is never checked again below).
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The integers from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        assert self.low <= self.high
+
+    def __contains__(self, value: int) -> bool:
+        return self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        return f"between {self.low} and {self.high}"
+
+
+# One sequence
+MAX_MODEL_LEN: Final = Bound(1, 1_048_576)
+TOKEN_ID: Final = Bound(0, 2**31 - 1)  # int32 in the segment; never negative, so -1 is free to mean "none"
+SEED: Final = Bound(0, 2**63 - 1)  # int64 in the segment
+PRIORITY_MIN: Final = -8
+PRIORITY_MAX: Final = 7
+PRIORITY: Final = Bound(PRIORITY_MIN, PRIORITY_MAX)
+PRIORITY_DEFAULT: Final = 0
+PRIORITY_CLASSES: Final = PRIORITY_MAX - PRIORITY_MIN + 1
+
+# The KV pool
+TOTAL_KV_BLOCKS: Final = Bound(1, 16_777_216)
+KV_BLOCK_SIZE: Final = Bound(1, 256)  # tokens; a power of two, because positions are found by shift
+
+# A step, and who may take part in it
+MAX_BATCH_TOKENS: Final = Bound(1, 1_048_576)
+MAX_RUNNING_SEQS: Final = Bound(1, 65_536)
+MAX_QUEUED_REQUESTS: Final = Bound(0, 1_048_576)
+
+# Processes and shared memory
+WORKERS: Final = Bound(1, 64)
+MAX_SLOTS: Final = 1_048_576
+MAX_SEGMENT_BYTES: Final = 64 * GIB
+SLOT_OVERHEAD_BYTES: Final = 192 + 64  # a slot's record, and the padding of its token row
+TOKEN_BYTES: Final = 4
+
+# The HTTP side
+PORT: Final = Bound(0, 65_535)
+MAX_HOST_CHARS: Final = 253  # RFC 1035's 255 octets, as text
+MAX_BODY_BYTES: Final = Bound(KIB, GIB)
+MAX_BODY_BYTES_DEFAULT: Final = 8 * MIB
+MAX_URL_CHARS: Final = 2048
+
+# The mock's latency model
+MOCK_TOKEN_LATENCY_US: Final = Bound(0, 60_000_000)
+MOCK_TERM_LATENCY_NS: Final = Bound(0, 1_000_000_000)
+MAX_MOCK_STEP_NS: Final = 3_600_000_000_000  # an hour: far above any use, far below int64
+
+
+def is_power_of_two(value: int) -> bool:
+    """Whether `value` is 1, 2, 4, 8, ..."""
+    return value > 0 and value & (value - 1) == 0
+
+
+def nearest_powers_of_two(value: int, bound: Bound) -> tuple[int, ...]:
+    """The powers of two next below and above `value`, as far as they lie in `bound`: a message's remedy."""
+    below = 1 << (value.bit_length() - 1)
+    return tuple(power for power in (below, 2 * below) if power in bound)
+
+
+def num_slots(max_running_seqs: int, max_queued_requests: int) -> int:
+    """Slots in the segment: a request holds one from its claim to its last token sent."""
+    return max_running_seqs + max_queued_requests
+
+
+def num_lanes(workers: int) -> int:
+    """Lanes in the segment.
+
+    Twice the workers, because HUP runs the old set and the new for a while, and two more for workers that are
+    dead but not yet reaped: a lane is only given out again after the scheduler has reaped it.
+    """
+    return 2 * workers + 2
+
+
+def running_limit(max_running_seqs: int, max_batch_tokens: int) -> int:
+    """The most sequences that can run: each takes at least one token of every step."""
+    return min(max_running_seqs, max_batch_tokens)
+
+
+def max_request_tokens(max_model_len: int, kv_capacity_tokens: int) -> int:
+    """The most tokens, prompt and output together, that one request can ever have."""
+    return min(max_model_len, kv_capacity_tokens)
+
+
+def approximate_segment_bytes(slots: int, max_model_len: int) -> int:
+    """The segment's size but for header, lanes and metrics; `layout.segment_bytes` knows the exact one."""
+    return slots * (max_model_len * TOKEN_BYTES + SLOT_OVERHEAD_BYTES)
+
+
+def mock_longest_step_ns(  # noqa: PLR0913 - the terms of one sum
+    mock_token_latency_us: int,
+    mock_prefill_token_latency_ns: int,
+    mock_sequence_latency_ns: int,
+    mock_kv_token_latency_ns: int,
+    max_batch_tokens: int,
+    max_running_seqs: int,
+    max_model_len: int,
+    total_kv_blocks: int,
+    kv_block_size: int,
+) -> int:
+    """The mock's longest step, in nanoseconds: a full batch, all prefill, every context at its longest."""
+    sequences = running_limit(max_running_seqs, max_batch_tokens)
+    # Sequences that share blocks each read them, so the reads may exceed the pool.
+    kv_tokens = sequences * max_request_tokens(max_model_len, total_kv_blocks * kv_block_size)
+    return (
+        mock_token_latency_us * 1000
+        + mock_prefill_token_latency_ns * max_batch_tokens
+        + mock_sequence_latency_ns * sequences
+        + mock_kv_token_latency_ns * kv_tokens
+    )
+
+
+# A relation that does not hold is a sentence for the operator; one that does is None.
+
+
+def slots_problem(max_running_seqs: int, max_queued_requests: int) -> str | None:
+    """Whether running + queued stays within MAX_SLOTS."""
+    slots = num_slots(max_running_seqs, max_queued_requests)
+    if slots <= MAX_SLOTS:
+        return None
+    return (
+        f"{max_running_seqs} + {max_queued_requests} = {slots} slots are over the limit of {MAX_SLOTS};"
+        f" lower them by {slots - MAX_SLOTS} together"
+    )
+
+
+def segment_problem(max_running_seqs: int, max_queued_requests: int, max_model_len: int) -> str | None:
+    """Whether the segment stays within MAX_SEGMENT_BYTES."""
+    slots = num_slots(max_running_seqs, max_queued_requests)
+    segment_bytes = approximate_segment_bytes(slots, max_model_len)
+    if segment_bytes <= MAX_SEGMENT_BYTES:
+        return None
+    return (
+        f"{slots} slots ({max_running_seqs} + {max_queued_requests}) of {max_model_len} tokens need"
+        f" {segment_bytes / GIB:.1f} GiB of shared memory, over the limit of {MAX_SEGMENT_BYTES // GIB} GiB;"
+        " lower one of them"
+    )
+
+
+def mock_step_problem(*mock_step_fields: int) -> str | None:
+    """Whether `mock_longest_step_ns` of the same fields stays within MAX_MOCK_STEP_NS."""
+    step_ns = mock_longest_step_ns(*mock_step_fields)
+    if step_ns <= MAX_MOCK_STEP_NS:
+        return None
+    return (
+        f"a full step of the mock could take {step_ns // 10**9} s, over the limit of"
+        f" {MAX_MOCK_STEP_NS // 10**9} s; lower the latencies or the batch"
+    )

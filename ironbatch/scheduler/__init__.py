@@ -1,0 +1,1 @@
+"""The scheduler process: drain, plan, execute, commit, wake."""

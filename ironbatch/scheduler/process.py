@@ -1,0 +1,94 @@
+"""The life of a scheduler process: forked from the warm supervisor, it rebuilds, steps, sleeps, and is told to stop."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from ironbatch.backends.registry import create_backend
+from ironbatch.clock import Clock
+from ironbatch.config import Config
+from ironbatch.errors import StartError
+from ironbatch.kernels.lanes import arm_scheduler, disarm_scheduler
+from ironbatch.processes import die_with_parent, set_process_name
+from ironbatch.scheduler.step import Scheduler
+from ironbatch.shm.engine import Engine
+
+_log = logging.getLogger("ironbatch.scheduler")
+
+IDLE_WAIT_MS = 500
+"""An idle scheduler wakes this often to beat its heart; a doorbell wakes it at once."""
+
+EXIT_START_FAILED = 10
+"""The backend cannot start: a restart would not help. (3 and 4 mean something else to gunicorn.)"""
+
+
+STOP_SIGNAL = signal.SIGUSR1
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+"""Ctrl-C and a service manager's SIGTERM reach the whole group, but streams that still run need their scheduler: the
+supervisor alone decides when it stops."""
+
+
+def fork_scheduler(config: Config, engine: Engine, clock: Clock) -> int:
+    """Fork a scheduler from this single-threaded process, whose kernels are compiled. Returns its pid.
+
+    A fork has no imports to do, so that a restart costs milliseconds.
+    """
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid != 0:
+        return pid
+    status = 1
+    try:
+        die_with_parent(parent)
+        status = _main(config, engine, clock)
+    except BaseException:
+        _log.exception("the scheduler has failed")
+    finally:
+        os._exit(status)
+
+
+def _main(config: Config, engine: Engine, clock: Clock) -> int:
+    set_process_name("scheduler")
+    signal.set_wakeup_fd(-1)
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    engine.segment.populate()
+    engine.segment.header["scheduler_pid"] = os.getpid()
+    gc.freeze()
+    try:
+        scheduler = Scheduler(config, engine.segment, engine.lane_bells, create_backend(config), clock)
+        waiting = scheduler.open()
+    except StartError as problem:
+        _log.error("%s", problem)
+        return EXIT_START_FAILED
+    except Exception:  # whatever a plug-in's start may raise
+        _log.exception("backend %s cannot start", config.backend)
+        return EXIT_START_FAILED
+    if waiting:
+        _log.info("took over %d sequences", waiting)
+    stopping = _stop_on_signal(engine)
+    while not stopping():
+        if scheduler.step() == 0 and arm_scheduler(engine.segment.address):
+            engine.scheduler_bell.wait(IDLE_WAIT_MS)
+            disarm_scheduler(engine.segment.address)
+    scheduler.close()
+    return 0
+
+
+def _stop_on_signal(engine: Engine) -> Callable[[], bool]:
+    stops: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        stops.append(number)
+        engine.scheduler_bell.ring()
+
+    signal.signal(STOP_SIGNAL, stop)
+    return lambda: bool(stops)

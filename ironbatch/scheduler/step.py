@@ -1,0 +1,181 @@
+"""One scheduler: its private state, its backend, and the step that joins them."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from ironbatch import layout
+from ironbatch.backends.base import Backend, BatchPlan, EngineLimits, KVGeometry, StepOutput
+from ironbatch.clock import Clock
+from ironbatch.config import Config
+from ironbatch.errors import BackendLost, RequestError
+from ironbatch.kernels.commit import announce, commit
+from ironbatch.kernels.intake import drain, end_one, end_plan, preempt_all, rebuild
+from ironbatch.kernels.plan import plan
+from ironbatch.kernels.state import FORGET_COUNT, Geometry, StateArena
+from ironbatch.shm.segment import Segment
+from ironbatch.shm.wakeup import Doorbell
+
+_log = logging.getLogger("ironbatch.scheduler")
+
+
+class Scheduler:
+    """Single-threaded. Made, then `open`ed, then `step`ped for ever.
+
+    Args:
+        config: the engine's configuration.
+        segment: the shared segment; it may hold live slots of a scheduler that died.
+        lane_bells: one doorbell a lane.
+        backend: not started yet; `open` starts it.
+        clock: where "now" comes from.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        segment: Segment,
+        lane_bells: tuple[Doorbell, ...],
+        backend: Backend,
+        clock: Clock,
+    ) -> None:
+        self._clock = clock
+        self._backend = backend
+        self._lane_bells = lane_bells
+        self._segment = segment
+        self.arena = StateArena(_geometry(config, backend))
+        self._kv = KVGeometry(config.total_kv_blocks, config.kv_block_size)
+        self._limits = EngineLimits(
+            num_sequences=config.num_slots,
+            max_running=self.arena.geometry.running_limit,
+            max_batch_tokens=self.arena.geometry.batch_tokens,
+            max_request_tokens=config.max_request_tokens,
+        )
+        self._plan = BatchPlan(self.arena, segment)
+        self._addresses = (self.arena.address, segment.address)
+        self._words = self.arena.words
+        self._backend_is_open = False
+
+    def open(self) -> int:
+        """Start the backend and take over every live slot. Returns how many sequences wait.
+
+        Every worker is woken once: a predecessor may have died between its last publish and the wake.
+        """
+        header = self._segment.header
+        header["longest_step_ns"] = self._backend.longest_step_ns
+        header["heartbeat_ns"] = self._clock.now_ns()
+        self._backend.start(self._kv, self._limits)
+        self._backend_is_open = True
+        waiting = int(rebuild(*self._addresses, int(self._backend.resumable)))
+        self.beat()
+        header["scheduler_ready"] = 1
+        for bell in self._lane_bells:
+            bell.ring()
+        return waiting
+
+    def beat(self) -> None:
+        """Say that the scheduler lives."""
+        self._segment.header["heartbeat_ns"] = self._clock.now_ns()
+
+    def step(self) -> int:
+        """Run one step. Returns the number of sequences that it computed; 0 means that there is nothing to do."""
+        now_ns = self._clock.now_ns()
+        state, shared = self._addresses
+        drain(state, shared, now_ns)
+        if not self._backend_is_open and not self._reopen():
+            self._wake(announce(state, shared))
+            return 0
+        count = plan(state, shared, now_ns)
+        if self._words[FORGET_COUNT]:
+            self._forget()
+        if count == 0:
+            self._wake(announce(state, shared))
+            return 0
+        batch = self._plan
+        batch.renew(count)
+        try:
+            output = self._backend.execute(batch)
+            if output is not batch.output:
+                self._copy_output(output, count)
+        except Exception as problem:  # a backend's fault must not end the server
+            self._execute_failed(problem)
+            self._wake(announce(state, shared))
+            return int(count)
+        self._wake(commit(state, shared))
+        return int(count)
+
+    def close(self) -> None:
+        """Close the backend; the segment stays as it is, for a successor."""
+        if self._backend_is_open:
+            self._backend_is_open = False
+            self._backend.close()
+
+    def _wake(self, count: int) -> None:
+        if count:
+            for lane in self.arena.views["wakes"][:count].tolist():
+                self._lane_bells[lane].ring()
+
+    def _forget(self) -> None:
+        count = int(self._words[FORGET_COUNT])
+        self._words[FORGET_COUNT] = 0
+        self._backend.forget(self.arena.views["forget"][:count])
+
+    def _copy_output(self, output: StepOutput, count: int) -> None:
+        """Take over an output that the backend has allocated itself."""
+        mine = self._plan.output
+        total = int(np.sum(output.counts[:count]))
+        mine.counts[:count] = output.counts[:count]
+        mine.token_ids[:total] = output.token_ids[:total]
+        mine.finish_reasons[:count] = output.finish_reasons[:count]
+
+    def _execute_failed(self, problem: Exception) -> None:
+        state, shared = self._addresses
+        self._plan.output.finish_reasons[:] = layout.FINISH_NONE
+        if isinstance(problem, BackendLost):
+            count = preempt_all(state, shared, int(self._backend.resumable))
+            _log.error("backend lost: %s; %d sequences preempted, reopening it", problem, count)
+            self._words[FORGET_COUNT] = 0  # whoever has lost everything has nothing to forget
+            self._segment.header["scheduler_ready"] = 0
+            self.close()
+            return
+        if isinstance(problem, RequestError):
+            named = set(self._plan.rows["sequence"].tolist()) & set(problem.sequences)
+            for sequence in sorted(named):
+                end_one(state, shared, sequence, layout.ERROR_REQUEST)
+            _log.warning("backend refused %d sequences: %s", len(named), problem)
+            if named:
+                return
+        count = end_plan(state, shared, layout.ERROR_BACKEND)
+        _log.error("backend failed; the plan's %d sequences end with an error", count, exc_info=problem)
+
+    def _reopen(self) -> bool:
+        try:
+            self._backend.start(self._kv, self._limits)
+        except Exception as problem:  # it stays lost; the next step tries again
+            _log.error("backend cannot be reopened: %s: %s", type(problem).__name__, problem)
+            return False
+        self._backend_is_open = True
+        self._segment.header["scheduler_ready"] = 1
+        _log.info("backend reopened")
+        return True
+
+
+def _geometry(config: Config, backend: Backend) -> Geometry:
+    """Sizes of the private state: the configuration's limits, and the backend's where they are tighter."""
+    limits = backend.batch_limits
+    batch_tokens = min(config.max_batch_tokens, limits.max_tokens or config.max_batch_tokens)
+    running = min(config.max_running_seqs, limits.max_sequences or config.max_running_seqs, batch_tokens)
+    return Geometry(
+        num_slots=config.num_slots,
+        num_lanes=config.num_lanes,
+        num_blocks=config.total_kv_blocks,
+        block_size=config.kv_block_size,
+        max_request_tokens=config.max_request_tokens,
+        running_limit=running,
+        batch_tokens=batch_tokens,
+        tokens_per_step=limits.max_tokens_per_step,
+        eos_token_id=backend.eos_token_id,
+    )
+
+

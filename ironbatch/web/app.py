@@ -1,0 +1,132 @@
+"""The ASGI application of one web worker: `gunicorn -c deploy/gunicorn.conf.py ironbatch.web.app:app`.
+
+gunicorn imports this module in each worker, after the fork; what the worker is to use stands in its environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import falcon
+import falcon.asgi
+import msgspec
+
+from ironbatch.clock import Clock, MonotonicClock
+from ironbatch.config import Config
+from ironbatch.errors import EngineUnavailable, RequestRejected, StartError
+from ironbatch.shm.engine import Engine
+from ironbatch.web.collector import TokenCollector
+from ironbatch.web.generate import EXIT_KEY, GenerateResource
+from ironbatch.web.lanes import LANE_VARIABLE
+from ironbatch.web.request import error_body
+from ironbatch.web.status import HealthResource, MetricsResource
+from ironbatch.web.stream import Exit, Send
+
+_log = logging.getLogger("ironbatch.web")
+
+Application = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Send], Awaitable[None]]
+
+
+class Lifespan:
+    """Falcon middleware: the collector lives as long as the worker's event loop."""
+
+    def __init__(self, collector: TokenCollector) -> None:
+        self._collector = collector
+
+    async def process_startup(self, scope: dict[str, Any], event: dict[str, Any]) -> None:
+        """Before the worker listens."""
+        self._collector.start(asyncio.get_running_loop(), os.getpid())
+
+    async def process_shutdown(self, scope: dict[str, Any], event: dict[str, Any]) -> None:
+        """After the last connection."""
+        self._collector.stop(asyncio.get_running_loop())
+
+
+class Unavailable:
+    """Answers everything with 503 in a worker that has no engine, or no lane of it."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    async def __call__(self, req: falcon.asgi.Request, resp: falcon.asgi.Response, **parts: str) -> None:
+        """Any path, any method."""
+        raise EngineUnavailable(self._reason)
+
+
+def create_app(environ: Mapping[str, str], clock: Clock) -> Application:
+    """The application of the worker that `environ` describes."""
+    falcon_app = _falcon_app()
+    try:
+        engine = Engine.from_environ(environ)
+    except StartError as problem:
+        falcon_app.add_sink(Unavailable(str(problem)))
+        return falcon_app
+    if LANE_VARIABLE not in environ:
+        falcon_app.add_sink(Unavailable("this worker holds no lane: more workers run than the engine was made for"))
+        return falcon_app
+    config = Config.load({}, environ)
+    engine.segment.populate()
+    lane, generation = map(int, environ[LANE_VARIABLE].split(":"))
+    collector = TokenCollector(engine, lane, generation, clock)
+    falcon_app.add_middleware(Lifespan(collector))
+    falcon_app.add_route("/generate", GenerateResource(config, engine.segment, collector, clock))
+    falcon_app.add_route("/metrics", MetricsResource(engine.segment, clock))
+    falcon_app.add_route("/health", HealthResource(engine.segment, clock))
+    return _with_exits(falcon_app, clock)
+
+
+def _with_exits(falcon_app: falcon.asgi.App, clock: Clock) -> Application:
+    """Give each HTTP request its `Exit`, which a stream may take past Falcon."""
+
+    async def application(scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Send) -> None:
+        if scope["type"] == "http":
+            send = scope[EXIT_KEY] = Exit(send, clock.now_ns())  # type: ignore[assignment]
+        await falcon_app(scope, receive, send)
+
+    return application
+
+
+def _falcon_app() -> falcon.asgi.App:
+    app = falcon.asgi.App()
+    app.add_error_handler(RequestRejected, _answer_rejected)
+    app.add_error_handler(Exception, _answer_bug)
+    app.set_error_serializer(_answer_http_error)
+    return app
+
+
+async def _answer_rejected(
+    req: falcon.asgi.Request, resp: falcon.asgi.Response, problem: RequestRejected, params: dict[str, Any]
+) -> None:
+    resp.status = problem.status
+    resp.content_type = falcon.MEDIA_JSON
+    resp.data = msgspec.json.encode(error_body(problem.type, problem.message, problem.param))
+    if problem.retry_after_s is not None:
+        resp.retry_after = problem.retry_after_s
+
+
+async def _answer_bug(
+    req: falcon.asgi.Request, resp: falcon.asgi.Response, problem: Exception, params: dict[str, Any]
+) -> None:
+    _log.error("%s %s failed", req.method, req.path, exc_info=problem)
+    resp.status = 500
+    resp.content_type = falcon.MEDIA_JSON
+    resp.data = msgspec.json.encode(error_body("internal_error", "a fault of the server; its log says more"))
+
+
+def _answer_http_error(req: falcon.asgi.Request, resp: falcon.asgi.Response, problem: falcon.HTTPError) -> None:
+    kinds = {404: "not_found", 405: "method_not_allowed"}
+    messages = {
+        404: f"there is no {req.path[:200]}; POST /generate, GET /metrics and GET /health are here",
+        405: f"{req.method[:20]} is not allowed on {req.path[:200]}; use {resp.get_header('allow')}",
+    }
+    error_type = kinds.get(problem.status_code, "http_error")
+    message = messages.get(problem.status_code) or problem.description or problem.title or problem.status
+    resp.content_type = falcon.MEDIA_JSON
+    resp.data = msgspec.json.encode(error_body(error_type, message))
+
+
+app = create_app(os.environ, MonotonicClock())

@@ -1,0 +1,152 @@
+"""gunicorn's settings and hooks: `ironbatch serve` runs with this file, and deploy/gunicorn.conf.py imports it.
+
+The hooks tie gunicorn to the engine. Under `ironbatch serve` the engine is there already and the arbiter finds it in
+its environment; started alone, the arbiter makes one in `on_starting`. What the hooks keep hangs on gunicorn's server
+object, since HUP executes a configuration file anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import falcon.asgi  # noqa: F401  loaded before the fork, so that a worker is ready in milliseconds
+import uvloop  # noqa: F401  likewise
+
+from ironbatch.clock import MonotonicClock
+from ironbatch.config import Config
+from ironbatch.errors import ConfigError, StartError
+from ironbatch.processes import CHILD_ENVIRONMENT, die_with_parent, set_process_name
+from ironbatch.shm.engine import SEGMENT_VARIABLE, Engine
+from ironbatch.web import collector  # noqa: F401  and with it the web side's kernels
+from ironbatch.web.lanes import LANE_VARIABLE, LaneBook
+
+ENGINE_STOP_S = 5.0
+EXIT_CANNOT_START = 1
+EXIT_BAD_CONFIGURATION = 2
+
+
+def _load_config() -> Config:
+    try:
+        return Config.load({}, os.environ)
+    except ConfigError as problem:
+        print(*(f"ironbatch: error: {line}" for line in problem.problems), sep="\n", file=sys.stderr)
+        sys.exit(EXIT_BAD_CONFIGURATION)
+
+
+_config = _load_config()
+
+bind = _config.addr
+workers = _config.workers
+loglevel = _config.log_level
+worker_class = "asgi"
+asgi_loop = "uvloop"
+asgi_lifespan = "on"  # the collector starts and stops with the event loop
+asgi_disconnect_grace_period = 0  # a client that goes frees its KV blocks at once, not 3 s later
+control_socket_disable = True  # one way to control an engine is enough: signals
+keepalive = 5  # seconds an idle connection may stay; it also delays a shutdown by so much
+timeout = 30  # seconds without a sign of life before the arbiter replaces a worker
+graceful_timeout = 30  # seconds that running streams get at shutdown
+backlog = 2048
+preload_app = False  # the application belongs to a worker: it holds a lane
+
+
+@dataclasses.dataclass
+class _Engine:
+    """What the arbiter holds of its engine."""
+
+    engine: Engine
+    book: LaneBook
+    process: subprocess.Popen[bytes] | None  # the supervisor without the web role, when the arbiter has started it
+    pid: int
+
+
+def on_starting(server: Any) -> None:
+    """Find the engine, or make one."""
+    process = None
+    if SEGMENT_VARIABLE in os.environ:
+        die_with_parent(os.getppid())
+        engine = Engine.from_environ(os.environ)
+    else:
+        try:
+            # -w on gunicorn's command line outranks the environment; TTIN may add as many again.
+            sized = dataclasses.replace(_config, workers=max(server.cfg.workers, 1))
+            engine = Engine.create(sized, MonotonicClock().now_ns())
+        except (StartError, ConfigError) as problem:
+            print(f"ironbatch: error: {problem}", file=sys.stderr)
+            sys.exit(EXIT_CANNOT_START)
+        os.environ.update(sized.to_environ())
+        os.environ.update(engine.to_environ())
+        process = _start_engine_process(engine)
+    server.ironbatch = _Engine(engine, LaneBook(engine), process, os.getpid())
+    atexit.register(_stop_engine, server)  # a bind that fails ends the arbiter without on_exit
+    set_process_name("gunicorn arbiter")
+
+
+def _start_engine_process(engine: Engine) -> subprocess.Popen[bytes]:
+    """The supervisor without the web role. Its stdin is its lifeline: the end of file says that the arbiter is gone."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "ironbatch.supervisor"],
+        stdin=subprocess.PIPE,
+        pass_fds=engine.descriptors,
+        env={**os.environ, **CHILD_ENVIRONMENT},
+        start_new_session=True,
+    )
+
+
+def when_ready(server: Any) -> None:
+    """Refuse USR2: it would start a second gunicorn beside this one, on the same engine."""
+
+    def refuse_usr2() -> None:
+        server.log.error("USR2 is refused, it would start a second engine: use HUP to reload, or restart the service")
+
+    server.handle_usr2 = refuse_usr2
+
+
+def pre_fork(server: Any, worker: Any) -> None:
+    """Give the worker a lane; without one it answers 503."""
+    worker.ironbatch_lane = server.ironbatch.book.assign(worker, server.WORKERS)
+    if worker.ironbatch_lane is None:
+        server.log.error("no lane is free for another worker; it will answer 503")
+
+
+def post_fork(server: Any, worker: Any) -> None:
+    """In the worker: its name, its lane, and its end with the arbiter's."""
+    die_with_parent(worker.ppid)
+    holder = worker.ironbatch_lane
+    os.environ.pop(LANE_VARIABLE, None)
+    if holder is not None:
+        os.environ[LANE_VARIABLE] = f"{holder.lane}:{holder.generation}"
+        set_process_name(f"web worker {holder.lane}")
+
+
+def child_exit(server: Any, worker: Any) -> None:
+    """In the arbiter: a worker has ended, whatever of."""
+    server.ironbatch.book.release(worker)
+
+
+def on_exit(server: Any) -> None:
+    """Stop the engine that `on_starting` has made."""
+    _stop_engine(server)
+
+
+def _stop_engine(server: Any) -> None:
+    mine: _Engine = server.ironbatch
+    if mine.pid != os.getpid():  # a worker inherits the arbiter's atexit handlers
+        return
+    if mine.process is not None:
+        process, mine.process = mine.process, None
+        process.terminate()
+        try:
+            process.wait(ENGINE_STOP_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    mine.engine.segment.close()

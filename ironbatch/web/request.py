@@ -1,0 +1,182 @@
+"""A request body, parsed once into a valid type; nothing below checks it again."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, UnsetType
+from numpy.typing import NDArray
+
+from ironbatch import layout, limits
+from ironbatch.errors import RequestRejected
+
+INVALID_REQUEST = "invalid_request"
+MAX_NEW_TOKENS_DEFAULT = 16
+TEMPERATURE_MAX = 100.0
+
+_WANTED = {
+    "prompt_tokens": "a whole number, the length of the prompt in tokens",
+    "prompt_token_ids": f"a list of token ids, whole numbers {limits.TOKEN_ID}",
+    "max_new_tokens": "a whole number, the tokens to generate",
+    "priority": f"a whole number {limits.PRIORITY}; lower is sooner",
+    "ignore_eos": "true or false",
+    "seed": f"a whole number {limits.SEED}",
+    "details": "true or false",
+    "temperature": f"a number between 0 and {TEMPERATURE_MAX:g}",
+    "top_p": "a number above 0 and at most 1",
+    "top_k": "a whole number between 0 (off) and 2147483647",
+}
+
+
+class _Body(msgspec.Struct):
+    """The fields of a body as they come; msgspec is strict: a boolean, a fraction or a string is not an integer."""
+
+    prompt_tokens: int | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    max_new_tokens: int = MAX_NEW_TOKENS_DEFAULT
+    priority: int = limits.PRIORITY_DEFAULT
+    ignore_eos: bool = False
+    seed: int | None = None
+    details: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+class GenerateRequest(NamedTuple):
+    """A valid request: everything in it is within the engine's limits."""
+
+    prompt_tokens: int
+    token_ids: NDArray[np.int32] | None  # int32[prompt_tokens]; None when only their number is known
+    max_new_tokens: int
+    priority: int
+    flags: int
+    seed: int
+    details: bool
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+def parse_request(body: bytes, max_request_tokens: int, default_seed: int) -> GenerateRequest:
+    """Read a JSON body.
+
+    Args:
+        body: the whole body.
+        max_request_tokens: the most tokens, prompt and output together, that can ever fit.
+        default_seed: for a request that names none.
+
+    Raises:
+        RequestRejected: status 400; the message names the field, the value, the limit and the remedy.
+    """
+    fields = _decode(body)
+    token_ids = _token_ids(fields)
+    prompt_tokens = _prompt_tokens(fields, max_request_tokens)
+    _check("max_new_tokens", fields.max_new_tokens, 0, max_request_tokens)
+    _check("priority", fields.priority, limits.PRIORITY_MIN, limits.PRIORITY_MAX)
+    seed = default_seed if fields.seed is None else fields.seed
+    _check("seed", seed, limits.SEED.low, limits.SEED.high)
+    _check("top_k", fields.top_k, 0, limits.TOKEN_ID.high)
+    if not 0 <= fields.temperature <= TEMPERATURE_MAX:
+        raise _invalid("temperature", f"temperature is {fields.temperature:g}; give {_WANTED['temperature']}")
+    if not 0 < fields.top_p <= 1:
+        raise _invalid("top_p", f"top_p is {fields.top_p:g}; give {_WANTED['top_p']}")
+    total = prompt_tokens + fields.max_new_tokens
+    if total > max_request_tokens:
+        raise _invalid(
+            "max_new_tokens",
+            f"the prompt's {prompt_tokens} tokens and max_new_tokens {fields.max_new_tokens} are {total}, over this"
+            f" engine's limit of {max_request_tokens} a request; shorten one of them by {total - max_request_tokens}",
+        )
+    flags = (layout.FLAG_TOKEN_IDS if token_ids is not None else 0) | (
+        layout.FLAG_IGNORE_EOS if fields.ignore_eos else 0
+    )
+    return GenerateRequest(
+        prompt_tokens=prompt_tokens,
+        token_ids=token_ids,
+        max_new_tokens=fields.max_new_tokens,
+        priority=fields.priority,
+        flags=flags,
+        seed=seed,
+        details=fields.details,
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        top_k=fields.top_k,
+    )
+
+
+def _decode(body: bytes) -> _Body:
+    if not body:
+        raise _invalid(None, 'the body is empty; send JSON such as {"prompt_tokens": 128, "max_new_tokens": 64}')
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError as problem:
+        message, _, path = str(problem).partition(" - at `$")
+        field = path.strip("`.").partition("[")[0].partition(".")[0] or None
+        if field is None:
+            raise _invalid(None, f"the body is not a JSON object of a request's fields: {message}") from None
+        raise _invalid(field, f"{field}: {message}; give {_WANTED.get(field, 'another value')}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise _invalid(None, f"the body is not valid JSON: {problem}") from None
+    except RecursionError:
+        raise _invalid(None, "the body is not valid JSON for a request: it is nested too deeply") from None
+
+
+def _prompt_tokens(fields: _Body, max_request_tokens: int) -> int:
+    if isinstance(fields.prompt_token_ids, list):
+        count = len(fields.prompt_token_ids)
+        if count == 0:
+            raise _invalid("prompt_token_ids", "prompt_token_ids is empty; a prompt has at least 1 token")
+        if count > max_request_tokens:
+            raise _invalid(
+                "prompt_token_ids",
+                f"prompt_token_ids has {count} tokens, over this engine's limit of {max_request_tokens} a request",
+            )
+        return count
+    assert isinstance(fields.prompt_tokens, int)
+    _check("prompt_tokens", fields.prompt_tokens, 1, max_request_tokens)
+    return fields.prompt_tokens
+
+
+def _token_ids(fields: _Body) -> NDArray[np.int32] | None:
+    ids, count = fields.prompt_token_ids, fields.prompt_tokens
+    if isinstance(ids, list) and isinstance(count, int):
+        raise _invalid("prompt_token_ids", "prompt_tokens and prompt_token_ids are both given; give one of them")
+    if isinstance(ids, list):
+        if ids and not (min(ids) >= limits.TOKEN_ID.low and max(ids) <= limits.TOKEN_ID.high):
+            index = next(i for i, token in enumerate(ids) if token not in limits.TOKEN_ID)
+            raise _invalid(
+                "prompt_token_ids",
+                f"prompt_token_ids[{index}] is {_shown(ids[index])}; a token id is {limits.TOKEN_ID}",
+            )
+        return np.array(ids, np.int32)
+    if not isinstance(count, int):
+        raise _invalid("prompt_tokens", "the prompt is missing; give prompt_tokens (a count) or prompt_token_ids")
+    return None
+
+
+def _check(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        remedy = f"{low} or more" if value < low else f"{high} or less"
+        raise _invalid(field, f"{field} is {_shown(value)}, not between {low} and {high}; use {remedy}")
+
+
+def _shown(value: int) -> str:
+    """A huge number is cut: its text would be the client's to size, and int refuses over 4,300 digits."""
+    if value.bit_length() > 64:  # noqa: PLR2004  the widest that any field could mean
+        return f"a number of {value.bit_length()} bits"
+    return str(value)
+
+
+def _invalid(param: str | None, message: str) -> RequestRejected:
+    return RequestRejected(INVALID_REQUEST, message, param=param)
+
+
+def error_body(error_type: str, message: str, param: str | None = None) -> dict[str, Any]:
+    """The one shape of every error that a client reads."""
+    return {"error": {"type": error_type, "message": message, "param": param}}

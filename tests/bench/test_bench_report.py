@@ -1,0 +1,189 @@
+"""Histograms against exact percentiles; flags and their messages; the JSON file; the report's lines."""
+
+import argparse
+import json
+import math
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ironbatch.bench.cli import add_arguments
+from ironbatch.bench.json_file import JsonFile
+from ironbatch.bench.measure import (
+    MAX_FAILURE_NAMES,
+    MAX_VALUE_NS,
+    OTHER_FAILURES,
+    Failure,
+    LatencyHistogram,
+    Measurements,
+)
+from ironbatch.bench.options import FLAGS, BenchOptions
+from ironbatch.bench.report import RunTimes, figures, report_lines
+from ironbatch.errors import ConfigError
+
+STARTED_AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def read_options(*argv: str) -> BenchOptions:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return BenchOptions.read(parser.parse_args(argv))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, MAX_VALUE_NS), st.integers(1, 5)), min_size=1, max_size=50),
+    st.sampled_from((0.0, 1.0, 50.0, 90.0, 99.0, 100.0)),
+)
+def test_percentile_is_the_nearest_rank_to_a_thousandth(values: list[tuple[int, int]], percent: float) -> None:
+    histogram = LatencyHistogram()
+    for value_ns, count in values:
+        histogram.record(value_ns, count)
+    every = sorted(value_ns for value_ns, count in values for _ in range(count))
+    exact = every[max(math.ceil(percent * len(every) / 100), 1) - 1]
+    measured = histogram.percentile_ns(percent)
+    assert measured is not None
+    assert abs(measured - exact) <= exact / 1000
+    assert measured == exact or exact >= 2048
+    assert (histogram.count, histogram.sum_ns, histogram.max_ns) == (len(every), sum(every), every[-1])
+
+
+def test_empty_histogram_has_no_percentiles() -> None:
+    histogram = LatencyHistogram()
+    histogram.record(5, 0)
+    assert histogram.percentile_ns(50) is None
+    assert histogram.mean_ns() is None
+
+
+def test_failure_names_are_bounded() -> None:
+    measurements = Measurements()
+    for index in range(MAX_FAILURE_NAMES + 7):
+        measurements.record_failure(Failure(f"name {index}", "detail"))
+    assert len(measurements.failures) == MAX_FAILURE_NAMES + 1
+    assert measurements.failures[OTHER_FAILURES].count == 7
+    assert measurements.failed == MAX_FAILURE_NAMES + 7
+
+
+def test_defaults() -> None:
+    assert read_options() == BenchOptions(
+        url="http://127.0.0.1:8080",
+        concurrency=128,
+        total_requests=2000,
+        prompt_tokens=128,
+        max_new_tokens=64,
+        timeout_s=60.0,
+        json=None,
+    )
+
+
+def test_url_loses_its_trailing_slash_and_keeps_its_path() -> None:
+    assert read_options("--url", "https://[::1]:8443/engine/").url == "https://[::1]:8443/engine"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "bound"),
+    [
+        ("--concurrency", "0", "between 1 and 16384"),
+        ("--concurrency", "16385", "between 1 and 16384"),
+        ("--concurrency", "1.5", "between 1 and 16384"),
+        ("--concurrency", "9" * 5000, "between 1 and 16384"),
+        ("--total-requests", "-1", "between 1 and 100000000"),
+        ("--prompt-tokens", "0", "between 1 and 1048576"),
+        ("--max-new-tokens", "1048577", "between 0 and 1048576"),
+        ("--max-new-tokens", "", "between 0 and 1048576"),
+        ("--timeout-s", "0", "between 0.001 and 3600"),
+        ("--timeout-s", "nan", "between 0.001 and 3600"),
+        ("--url", "127.0.0.1:8080", "http://"),
+        ("--url", "ftp://host", "http://"),
+        ("--url", "http://", "http://"),
+        ("--url", "http://host:99999", "http://"),
+        ("--url", "http://host/?a=b", "http://"),
+        ("--url", "http://ho st", "http://"),
+        ("--url", "http://h/" + "x" * 3000, "2048"),
+        ("--json", "", "path"),
+    ],
+)
+def test_bad_value_is_one_line_with_flag_value_and_bound(flag: str, value: str, bound: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_options(flag, value)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{flag}: ")
+    assert bound in problem
+    assert "\n" not in problem
+    assert len(problem) < 250
+    assert value in problem or len(value) > 60
+
+
+def test_password_in_url_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_options("--url", "http://me:s3cret@host:99999")
+    assert "s3cret" not in str(caught.value)
+
+
+def test_all_problems_are_told_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_options("--concurrency", "0", "--prompt-tokens", "x")
+    assert len(caught.value.problems) == 2
+
+
+def test_json_file_is_whole_or_absent(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    with JsonFile(str(path)):
+        assert len(list(tmp_path.iterdir())) == 1, "the temporary file is not there"
+    assert list(tmp_path.iterdir()) == []
+    path.write_text("old")
+    with JsonFile(str(path)) as file:
+        assert path.read_text() == "old"
+        file.write({"a": 1})
+        assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_json_file_keeps_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    with JsonFile(str(link)) as file:
+        file.write({})
+    assert link.is_symlink()
+    assert target.read_text() == "{}\n"
+
+
+@pytest.mark.parametrize("path", ["", "missing/out.json"])
+def test_json_file_refuses_what_it_cannot_write(tmp_path: Path, path: str) -> None:
+    with pytest.raises(OSError):  # noqa: PT011 - a folder, a missing folder
+        JsonFile(str(tmp_path / path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_file_never_replaces_a_device() -> None:
+    with pytest.raises(OSError, match="not a regular file"):
+        JsonFile(os.devnull)
+
+
+def test_figures_and_lines_say_the_same() -> None:
+    measurements = Measurements(succeeded=7, tokens=700, ended_early=1)
+    measurements.record_failure(Failure("timed out", "3 tokens, then nothing for 60 s"))
+    measurements.ttft.record(1_234_000)
+    measurements.end_to_end.record(2_500_000_000)
+    times = RunTimes(STARTED_AT, duration_s=2.0, client_cpu_s=1.9)
+    run = figures(measurements, read_options(), times, interrupted=True)
+    assert json.loads(json.dumps(run)) == run
+    assert run["requests"] == 8
+    assert run["tokens_per_s"] == 350.0
+    assert run["ttft_ms"]["p99"] == pytest.approx(1.234, rel=1e-3)
+    assert run["inter_token_ms"] == {
+        "count": 0, "mean": None, "p50": None, "p90": None, "p99": None, "max": None,
+    }  # fmt: skip
+    assert run["started_at"] == "2026-01-02T03:04:05+00:00"
+    assert {flag.name for flag in FLAGS} - {"json"} < run["parameters"].keys()
+    text = "\n".join(report_lines(run))
+    for expected in ("interrupted after 8 of 2000", "1 x timed out; the first: 3 tokens", "1.23", "2500", "95%"):
+        assert expected in text
+
+
+def test_run_of_nothing_can_be_reported() -> None:
+    times = RunTimes(STARTED_AT, duration_s=0.0, client_cpu_s=0.0)
+    assert list(report_lines(figures(Measurements(), read_options(), times, interrupted=False)))
