@@ -44,7 +44,7 @@ check-format: $(VENV)/.dev
 	@$(BIN)/ruff format --check --quiet . && echo "format: good"
 
 check-lint: $(VENV)/.dev
-	@$(BIN)/ruff check --quiet . && echo "lint: good"
+	@$(BIN)/ruff check --quiet --output-format concise . && echo "lint: good"
 
 check-types: $(VENV)/.dev
 	@$(BIN)/mypy --no-error-summary && echo "types: good"

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from ironbatch import limits
 from ironbatch.errors import ConfigError
-from ironbatch.limits import Bound
+from ironbatch.limits import Bound, quoted
 
 ENV_PREFIX: Final = "IRONBATCH_"
 ENV_INTERNAL_PREFIX: Final = "IRONBATCH_INTERNAL_"  # what our processes hand each other; no user sets these
@@ -25,13 +25,15 @@ BACKENDS_TO_COME: Final = ("real", "device")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 ALL_INTERFACES: Final = "0.0.0.0"  # noqa: S104 - serving the network is the purpose
 
+_HOST_NAME: Final = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]{0,62}(\.|$))+")
+
 Values = Mapping[str, Any]
 Default = TypeVar("Default", int, float, str)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """How an option's text is read: its good values in few words ("" if help says them), and a reader.
+    """How an option's text is read: its good values in few words, and a reader.
 
     The reader raises ValueError naming the value, the bound and the remedy. A value `v` is good if and only if
     `read(str(v)) == v`: what passes the check also survives the way through an environment variable.
@@ -42,12 +44,12 @@ class Kind:
 
 
 def _whole_number(bound: Bound) -> Kind:
-    return Kind(f"{bound.low}..{bound.high}", lambda text: _read_whole_number(text, bound))
+    return Kind(f"{bound.low}..{bound.high}", bound.read)
 
 
 def _power_of_two(bound: Bound) -> Kind:
     def read(text: str) -> int:
-        value = _read_whole_number(text, bound)
+        value = bound.read(text)
         if limits.is_power_of_two(value):
             return value
         remedy = " or ".join(map(str, limits.nearest_powers_of_two(value, bound)))
@@ -59,32 +61,17 @@ def _power_of_two(bound: Bound) -> Kind:
 def _choice(*words: str) -> Kind:
     def read(text: str) -> str:
         if text.lower() not in words:
-            raise ValueError(f"{_quoted(text)} is none of its values; use {' or '.join(words)}")
+            raise ValueError(f"{quoted(text)} is none of its values; use {' or '.join(words)}")
         return text.lower()
 
     return Kind(", ".join(words), read)
 
 
-def _read_whole_number(text: str, bound: Bound) -> int:
-    """Digits and a minus sign, nothing else: no fraction, underscore, space, or digit outside ASCII."""
-    if re.fullmatch(r"-?[0-9]+", text) is None:
-        raise ValueError(f"{_quoted(text)} is not a whole number; give one {bound}")
-    if len(text.lstrip("-0")) > 20:  # over any bound here, and int() itself refuses over 4,300 digits
-        value, shown = (bound.low - 1 if text.startswith("-") else bound.high + 1), text[:20] + "..."
-    else:
-        value = int(text.lstrip("-0") or "0") * (-1 if text.startswith("-") else 1)
-        shown = str(value)
-    if value not in bound:
-        remedy = f"{bound.low} or more" if value < bound.low else f"{bound.high} or less"
-        raise ValueError(f"{shown} is not {bound}; use {remedy}")
-    return value
-
-
 def _read_probability(text: str) -> float:
     if re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
-        raise ValueError(f"{_quoted(text)} is not a number; give one between 0 and 1, such as 0.02")
+        raise ValueError(f"{quoted(text)} is not a number; give one between 0 and 1, such as 0.02")
     if not 0 <= float(text) <= 1:
-        raise ValueError(f"{_quoted(text)} is not between 0 and 1; use a probability such as 0.02")
+        raise ValueError(f"{quoted(text)} is not between 0 and 1; use a probability such as 0.02")
     return float(text) + 0.0  # -0.0 becomes 0.0
 
 
@@ -96,31 +83,40 @@ def split_addr(addr: str) -> tuple[str, int]:
     host, colon, port_text = addr.rpartition(":")
     if not colon:
         remedy = f":{addr}" if re.fullmatch(r"[0-9]{1,5}", addr) else "host:port, such as 127.0.0.1:8080"
-        raise ValueError(f"{_quoted(addr)} is not a host and a port; use {remedy}")
+        raise ValueError(f"{quoted(addr)} is not a host and a port; use {remedy}")
     try:
-        port = _read_whole_number(port_text, limits.PORT)
+        port = limits.PORT.read(port_text)
     except ValueError as error:
-        raise ValueError(f"{_quoted(addr)}: the port {error}") from None
+        raise ValueError(f"{quoted(addr)}: the port {error}") from None
     if host.startswith("[") and host.endswith("]"):
-        try:
-            return str(ipaddress.IPv6Address(host[1:-1])), port
-        except ValueError:
-            raise ValueError(f"{_quoted(host)} is not an IPv6 address; use one such as [::1]") from None
+        return _read_ipv6_address(host[1:-1]), port
     if ":" in host or "[" in host or "]" in host:
-        raise ValueError(f"{_quoted(addr)} is ambiguous; put an IPv6 address in brackets, such as [::1]:8080")
-    if not host:
-        return ALL_INTERFACES, port
+        raise ValueError(f"{quoted(addr)} is ambiguous; put an IPv6 address in brackets, such as [::1]:8080")
+    return _read_host(host) if host else ALL_INTERFACES, port
+
+
+def _read_ipv6_address(text: str) -> str:
+    try:
+        address = str(ipaddress.IPv6Address(text))
+    except ValueError:
+        address = ""
+    if re.fullmatch(r"[0-9a-f:.]+(%[A-Za-z0-9._-]+)?", address) is None:  # ipaddress takes any text as a scope
+        raise ValueError(f"{quoted(f'[{text}]')} is not an IPv6 address; use one such as [::1]")
+    return address
+
+
+def _read_host(host: str) -> str:
     if re.fullmatch(r"[0-9.]+", host):
         try:
-            ipaddress.IPv4Address(host)
+            return str(ipaddress.IPv4Address(host))
         except ValueError:
-            raise ValueError(f"{_quoted(host)} is not an IPv4 address; use one such as 127.0.0.1") from None
-    elif len(host) > limits.MAX_HOST_CHARS or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", host) is None:
+            raise ValueError(f"{quoted(host)} is not an IPv4 address; use one such as 127.0.0.1") from None
+    if len(host) > limits.MAX_HOST_CHARS or _HOST_NAME.fullmatch(host) is None:
         raise ValueError(
-            f"{_quoted(host)} is not a host name (letters, digits, dots and dashes, at most"
-            f" {limits.MAX_HOST_CHARS}); use a name or an address, or leave it out for all interfaces"
+            f"{quoted(host)} is not a host name (letters, digits and dashes, with dots between, at most"
+            f" {limits.MAX_HOST_CHARS} characters); use a name or an address, or leave it out for all interfaces"
         )
-    return host, port
+    return host
 
 
 def backend_names() -> tuple[str, ...]:
@@ -142,22 +138,18 @@ def _read_backend(name: str) -> str:
     available = backend_names()
     remedy = f"use {' or '.join(available)}, or install a plug-in (entry-point group {BACKEND_GROUP})"
     if name in BACKENDS_TO_COME:
-        raise ValueError(f"{_quoted(name)} comes in a later version; until then {remedy}")
+        raise ValueError(f"{quoted(name)} comes in a later version; until then {remedy}")
     if name not in available:
-        raise ValueError(f"{_quoted(name)} is not a backend of this installation; {remedy}")
+        raise ValueError(f"{quoted(name)} is not a backend of this installation; {remedy}")
     return name
 
 
 def _read_url(url: str) -> str:
     if len(url) > limits.MAX_URL_CHARS:
         raise ValueError(f"{len(url)} characters are too many; use a URL of at most {limits.MAX_URL_CHARS}")
-    if re.search(r"[\s\x00-\x1f\x7f\ud800-\udfff]", url):
-        raise ValueError(f"{_quoted(url)} holds a space or a control character; percent-encode it")
+    if not url.isprintable() or " " in url:
+        raise ValueError(f"{quoted(url)} holds a space or a control character; percent-encode it")
     return url
-
-
-def _quoted(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -195,36 +187,31 @@ class Config:
 
     addr: str = _option(
         "0.0.0.0:8080",
-        Kind("", _read_addr),
+        Kind("port 0..65535", _read_addr),
         "HOST:PORT",
         "listen here; :PORT for all interfaces, port 0 for any free",
     )
     workers: int = _whole(2, limits.WORKERS, "COUNT", "web worker processes")
-    backend: str = _option(
-        "mock", Kind("", _read_backend), "NAME", "what computes tokens: mock, or a plug-in's name"
-    )
+    backend: str = _option("mock", Kind("mock or an installed plug-in", _read_backend), "NAME", "what computes tokens")
     backend_url: str = _option(
-        "", Kind("", _read_url), "URL", "where the backend is, for one that is reached by a URL"
+        "",
+        Kind(f"at most {limits.MAX_URL_CHARS} characters", _read_url),
+        "URL",
+        "where the backend is, for one that is reached by a URL",
     )
     total_kv_blocks: int = _whole(4096, limits.TOTAL_KV_BLOCKS, "BLOCKS", "KV blocks in the pool")
-    kv_block_size: int = _option(
-        16, _power_of_two(limits.KV_BLOCK_SIZE), "TOKENS", "tokens that one KV block holds"
-    )
+    kv_block_size: int = _option(16, _power_of_two(limits.KV_BLOCK_SIZE), "TOKENS", "tokens that one KV block holds")
     max_batch_tokens: int = _whole(
         8192,
         limits.MAX_BATCH_TOKENS,
         "TOKENS",
         "tokens computed in one step, prefill chunks and decodes together",
     )
-    max_running_seqs: int = _whole(
-        256, limits.MAX_RUNNING_SEQS, "COUNT", "sequences that run at the same time"
-    )
+    max_running_seqs: int = _whole(256, limits.MAX_RUNNING_SEQS, "COUNT", "sequences that run at the same time")
     max_queued_requests: int = _whole(
         512, limits.MAX_QUEUED_REQUESTS, "COUNT", "requests that may wait; the next one is answered 503"
     )
-    max_model_len: int = _whole(
-        8192, limits.MAX_MODEL_LEN, "TOKENS", "longest sequence, prompt and output together"
-    )
+    max_model_len: int = _whole(8192, limits.MAX_MODEL_LEN, "TOKENS", "longest sequence, prompt and output together")
     max_body_bytes: int = _whole(
         limits.MAX_BODY_BYTES_DEFAULT,
         limits.MAX_BODY_BYTES,
@@ -276,16 +263,14 @@ class Config:
         """
         values: dict[str, Any] = {}
         sources = {option.name: option.flag for option in options()}
-        assert argv_values.keys() <= sources.keys()
+        assert argv_values.keys() <= sources.keys(), "the command line has other options than these"
         problems = []
+        found = given(argv_values, environ)
         for option in options():
-            if option.name in argv_values:
-                text = argv_values[option.name]
-            elif environ.get(option.env):
-                text, sources[option.name] = environ[option.env], option.env
-            else:
+            if option.name not in found:
                 values[option.name] = option.default
                 continue
+            sources[option.name], text = found[option.name]
             try:
                 values[option.name] = option.kind.read(text)
             except ValueError as error:
@@ -351,6 +336,17 @@ _OPTIONS: Final = tuple(
 )
 
 
+def given(argv_values: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """By field name: the flag or variable that decides the option, and its raw text. Defaults are not in it."""
+    found = {}
+    for option in options():
+        if option.name in argv_values:
+            found[option.name] = option.flag, argv_values[option.name]
+        elif environ.get(option.env):
+            found[option.name] = option.env, environ[option.env]
+    return found
+
+
 def environment_warnings(environ: Mapping[str, str]) -> list[str]:
     """One line for each `IRONBATCH_` variable that nothing reads, with the option it may have meant."""
     known = {option.env for option in options()} | ENV_NOT_OPTIONS
@@ -367,7 +363,7 @@ def environment_warnings(environ: Mapping[str, str]) -> list[str]:
 def _backend_url_problem(url: str, backend: str) -> str | None:
     if not url or backend != "mock":
         return None
-    return f"{_quoted(url)} means nothing to the mock backend; remove it, or choose a backend that uses a URL"
+    return f"{quoted(url)} means nothing to the mock backend; remove it, or choose a backend that uses a URL"
 
 
 # Each relation between options: the fields it needs, and a function of these that gives the problem or None.

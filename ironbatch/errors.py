@@ -8,6 +8,17 @@ A bug is none of these: it asserts and stops.
 """
 
 from collections.abc import Iterable
+from typing import Final
+
+EXIT_OK: Final = 0
+EXIT_FAILED: Final = 1
+"""Of every error but a ConfigError."""
+
+EXIT_USAGE: Final = 2
+"""Of a ConfigError, a bad command line included."""
+
+EXIT_SIGNAL_BASE: Final = 128
+"""Plus the signal's number, as a shell has it."""
 
 RETRY_AFTER_S = 1
 """What a 503 advises. Slots turn over in seconds, and a scheduler restart takes less than one."""

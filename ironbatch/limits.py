@@ -4,6 +4,7 @@ A bound that isn't here does not exist: `config` checks these at start, the web 
 them, and kernels rely on them (an index that fits int32 here is never checked again below).
 """
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,6 +29,33 @@ class Bound:
     def __str__(self) -> str:
         return f"between {self.low} and {self.high}"
 
+    def read(self, text: str) -> int:
+        """The number that `text` says: digits and a minus sign, no fraction, underscore, space or other digits.
+
+        Raises ValueError naming the value, the bound and the remedy.
+        """
+        if re.fullmatch(r"-?[0-9]+", text) is None:
+            raise ValueError(f"{quoted(text)} is not a whole number; give one {self}")
+        is_negative, digits = text.startswith("-"), text.lstrip("-0") or "0"
+        if len(digits) > MAX_DIGITS:  # beyond any bound, and int() itself refuses over 4,300 digits
+            value, shown = (self.low - 1 if is_negative else self.high + 1), text[:MAX_DIGITS] + "..."
+        else:
+            value = -int(digits) if is_negative else int(digits)
+            shown = str(value)
+        if value not in self:
+            remedy = f"{self.low} or more" if value < self.low else f"{self.high} or less"
+            raise ValueError(f"{shown} is not {self}; use {remedy}")
+        return value
+
+
+MAX_DIGITS: Final = 20  # of a whole number in a flag or a variable; leading zeros aside
+MAX_QUOTED_CHARS: Final = 60  # of an operator's value in a message
+
+
+def quoted(text: str) -> str:
+    """An operator's value as messages show it: on one line, and not too long."""
+    return repr(text if len(text) <= MAX_QUOTED_CHARS else text[: MAX_QUOTED_CHARS - 3] + "...")
+
 
 # One sequence
 MAX_MODEL_LEN: Final = Bound(1, 1_048_576)
@@ -46,11 +74,11 @@ KV_BLOCK_SIZE: Final = Bound(1, 256)  # tokens; a power of two, because position
 # A step, and who may take part in it
 MAX_BATCH_TOKENS: Final = Bound(1, 1_048_576)
 MAX_RUNNING_SEQS: Final = Bound(1, 65_536)
-MAX_QUEUED_REQUESTS: Final = Bound(0, 1_048_576)
+MAX_SLOTS: Final = 1_048_576
+MAX_QUEUED_REQUESTS: Final = Bound(0, MAX_SLOTS - MAX_RUNNING_SEQS.low)
 
 # Processes and shared memory
 WORKERS: Final = Bound(1, 64)
-MAX_SLOTS: Final = 1_048_576
 MAX_SEGMENT_BYTES: Final = 64 * GIB
 SLOT_OVERHEAD_BYTES: Final = 192 + 64  # a slot's record, and the padding of its token row
 TOKEN_BYTES: Final = 4

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import NoReturn
 
 from ironbatch.clock import MonotonicClock
 from ironbatch.config import Config
@@ -49,7 +48,33 @@ _FORWARDED = (signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR1)
 
 
 class StopRequested(BaseException):
-    """SIGTERM or SIGINT came while the system was starting. No Exception, so that nothing on the way swallows it."""
+    """SIGTERM or SIGINT came while the kernels were compiled. No Exception, so that nothing on the way swallows it."""
+
+
+class StartSignals:
+    """SIGTERM and SIGINT while the system starts: noted, but where starting takes long they interrupt it at once."""
+
+    def __init__(self) -> None:
+        self._is_requested = False
+        self._may_raise = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    @contextlib.contextmanager
+    def interrupt(self) -> Iterator[None]:
+        """Raise StopRequested if a signal has come or comes in this block."""
+        self._may_raise = True
+        try:
+            if self._is_requested:
+                raise StopRequested
+            yield
+        finally:
+            self._may_raise = False
+
+    def _handle(self, number: int, frame: object) -> None:
+        self._is_requested = True
+        if self._may_raise:
+            raise StopRequested
 
 
 def serve(config: Config) -> int:
@@ -58,38 +83,33 @@ def serve(config: Config) -> int:
     Raises:
         StartError: port taken, address that can't be bound, no shared memory.
     """
-    _prepare("supervisor", config)
-    try:
-        with bind_listener(config) as listener:
-            engine = Engine.create(config, MonotonicClock().now_ns())
-            with contextlib.closing(engine):
-                web = start_gunicorn(config, engine, listener)
-                url = _url(config, listener)
-                listener.close()  # gunicorn has it; a copy here would keep the port open after gunicorn's end
-                try:
-                    return Supervisor(config, engine, web, url=url).run()
-                finally:
-                    _kill_group(web)
-    except StopRequested:
-        return EXIT_OK
+    signals = StartSignals()
+    _prepare(config)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(bind_listener(config))
+        engine = stack.enter_context(contextlib.closing(Engine.create(config, MonotonicClock().now_ns())))
+        web = start_gunicorn(config, engine, listener)
+        stack.callback(_kill_group, web)
+        url = _url(config, listener)
+        listener.close()  # gunicorn has it; a copy here would keep the port open after gunicorn's end
+        return Supervisor(config, engine, web, url=url).run(signals)
 
 
 def run_engine() -> int:
-    """Run the engine of a gunicorn that has made its segment, until the lifeline on stdin ends. Returns the exit code."""
+    """Run the engine of a gunicorn that has made its segment, until the lifeline ends. Returns the exit code."""
     die_with_parent(os.getppid())
+    signals = StartSignals()
     try:
         config = Config.load({}, os.environ)
-        _prepare("supervisor", config)
+        _prepare(config)
         engine = Engine.from_environ(os.environ)
-        return Supervisor(config, engine, web=None, lifeline=STDIN).run()
+        return Supervisor(config, engine, web=None, lifeline=STDIN).run(signals)
     except ConfigError as problem:
         print(*(f"ironbatch: error: {line}" for line in problem.problems), sep="\n", file=sys.stderr)
         return EXIT_BAD_CONFIGURATION
     except StartError as problem:
         print(f"ironbatch: error: {problem}", file=sys.stderr)
         return EXIT_FAILED
-    except StopRequested:
-        return EXIT_OK
 
 
 class Supervisor:
@@ -120,9 +140,13 @@ class Supervisor:
         self._unannounced_url = url
         self._lifeline = lifeline
 
-    def run(self) -> int:
+    def run(self, start_signals: StartSignals) -> int:
         """Start the scheduler, and watch until somebody says stop or nothing is left to do. Returns the exit code."""
-        self._keeper.warm_up()
+        try:
+            with start_signals.interrupt():
+                self._keeper.warm_up()
+        except StopRequested:
+            return EXIT_OK
         with _signals() as signals:
             self._keeper.start()
             while True:
@@ -136,7 +160,7 @@ class Supervisor:
                 self._announce()
 
     def _wait(self, signals: int) -> list[int]:
-        """Sleep until a signal comes, or something is due. Returns the signals; the lifeline's end counts as SIGTERM."""
+        """Sleep until a signal comes or something is due. Returns the signals; the lifeline's end is a SIGTERM."""
         timeout_s = self._keeper.due_in_s()
         if self._unannounced_url is not None:
             timeout_s = READY_POLL_S if timeout_s is None else min(timeout_s, READY_POLL_S)
@@ -234,17 +258,11 @@ def _kill_group(web: subprocess.Popen[bytes]) -> None:
     web.wait()
 
 
-def _prepare(role: str, config: Config) -> None:
-    set_process_name(role)
+def _prepare(config: Config) -> None:
+    set_process_name("supervisor")
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _raise_stop)
-
-
-def _raise_stop(number: int, frame: object) -> NoReturn:
-    raise StopRequested
 
 
 @contextlib.contextmanager

@@ -62,8 +62,8 @@ class BatchLimits:
 class StepOutput:
     """What a step emitted. The scheduler owns the memory; a plan hands it out ready for the usual case.
 
-    counts: int32[>= rows], tokens emitted by each row. Preset to 1 for a row that reaches the end of its sequence and to
-        0 for one whose prefill goes on; a stream without news sets 0, speculative decoding may set more, up to
+    counts: int32[>= rows], tokens emitted by each row. Preset to 1 for a row that reaches the end of its sequence and
+        to 0 for one whose prefill goes on; a stream without news sets 0, speculative decoding may set more, up to
         `BatchLimits.max_tokens_per_step`.
     token_ids: int32[>= sum(counts)], the tokens, row after row without gaps.
     finish_reasons: int32[>= rows], preset to 0: the engine ends sequences at `max_new_tokens` and at `eos_token_id`. A

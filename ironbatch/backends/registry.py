@@ -24,7 +24,8 @@ def create_backend(config: Config) -> Backend:
         try:
             backend = entry.load()(config)
         except Exception as problem:
-            raise StartError(f"backend {config.backend} ({entry.value}): {type(problem).__name__}: {problem}") from problem
+            reason = f"{type(problem).__name__}: {problem}"
+            raise StartError(f"backend {config.backend} ({entry.value}): {reason}") from problem
         if not isinstance(backend, Backend):
             raise StartError(f"backend {config.backend} ({entry.value}) is not an ironbatch.backends.base.Backend")
         return backend

@@ -16,6 +16,7 @@ class JsonFile:
     """
 
     def __init__(self, path: str) -> None:
+        self.path = path
         self._path = os.path.realpath(path)  # a link stays a link
         if os.path.lexists(self._path) and not stat.S_ISREG(os.stat(self._path).st_mode):
             raise OSError(f"{path} exists and is not a regular file")

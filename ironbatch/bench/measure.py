@@ -62,7 +62,7 @@ def _bucket_middle_ns(index: int) -> float:
 class Failure:
     """Why one request failed. Failures are counted by `name`; `detail` tells of this one.
 
-    `unreachable` says that not even a connection came about.
+    `unreachable` says that no connection has come about, neither for this request nor for any before.
     """
 
     name: str
@@ -82,9 +82,14 @@ class FailureCount:
 class Measurements:
     """What the requests of one run came to.
 
-    TTFT runs from the send (connecting included) to the first line; inter-token latency from token to token.
-    Both, and the tokens, count as they arrive, also if the request fails later. End-to-end latency runs from
-    the send to the end of the stream, and is that of requests that succeed.
+    TTFT runs from the send (connecting included) to the arrival of the first line. Inter-token latency is the
+    time from one token's arrival to the next one's: k lines that come together, g nanoseconds after those before,
+    count as k gaps of g / k, neither as one gap of g nor as one of g and k - 1 of nothing; those that come
+    together with the first line were not waited for, and count as gaps of 0. So the gaps of a stream always add
+    up to the time from its first token to its last, however the server or the network groups them.
+
+    Both, and the tokens, count as they arrive, also if the request fails later. End-to-end latency runs from the
+    send to the end of the answer, and is that of requests that succeed.
     """
 
     succeeded: int = 0
@@ -92,7 +97,6 @@ class Measurements:
     ended_early: int = 0
     tokens: int = 0
     tokens_of_failed: int = 0
-    server_answered: bool = False
     failures: dict[str, FailureCount] = field(default_factory=dict)
     ttft: LatencyHistogram = field(default_factory=LatencyHistogram)
     inter_token: LatencyHistogram = field(default_factory=LatencyHistogram)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from ironbatch import limits
 from ironbatch.errors import ConfigError
-from ironbatch.limits import Bound
+from ironbatch.limits import Bound, quoted
 
 CONCURRENCY: Final = Bound(1, 16_384)  # one connection each, all from one address to one port
 TOTAL_REQUESTS: Final = Bound(1, 100_000_000)
@@ -62,23 +62,12 @@ class BenchOptions:
         return cls(**values)
 
 
-def _whole_number(bound: Bound) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if re.fullmatch(r"-?[0-9]{1,19}", text) is None:
-            raise ValueError(f"{_quoted(text)} is not a whole number {bound}")
-        if int(text) not in bound:
-            raise ValueError(f"{text} is not {bound}")
-        return int(text)
-
-    return read
-
-
 def _read_timeout(text: str) -> float:
     bound = f"between {TIMEOUT_MIN_S:g} and {TIMEOUT_MAX_S:g}"
     if re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)", text) is None:
-        raise ValueError(f"{_quoted(text)} is not a number of seconds {bound}")
+        raise ValueError(f"{quoted(text)} is not a number of seconds {bound}")
     if not TIMEOUT_MIN_S <= float(text) <= TIMEOUT_MAX_S:
-        raise ValueError(f"{_quoted(text)} is not {bound} seconds")
+        raise ValueError(f"{quoted(text)} is not {bound} seconds")
     return float(text)
 
 
@@ -90,27 +79,23 @@ def _read_url(text: str) -> str:
         # Not quoted: a password would reach the terminal and the log.
         raise ValueError(f"it holds an @, and /generate takes no user name or password; {wanted}")
     if re.fullmatch(r"[\x21-\x7e]+", text) is None:
-        raise ValueError(f"{_quoted(text)} is empty or holds a space or a character outside ASCII; {wanted}")
+        raise ValueError(f"{quoted(text)} is empty or holds a space or a character outside ASCII; {wanted}")
     try:
         parts = urlsplit(text)
-        _ = parts.port  # raises for one that is no port
+        port = parts.port  # raises for one that is no port
     except ValueError as error:
-        raise ValueError(f"{_quoted(text)} is not a URL ({error}); {wanted}") from None
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f"{_quoted(text)} is not an http:// or https:// URL with a host; {wanted}")
+        raise ValueError(f"{quoted(text)} is not a URL ({error}); {wanted}") from None
+    if parts.scheme not in {"http", "https"} or not parts.hostname or port == 0:
+        raise ValueError(f"{quoted(text)} is not an http:// or https:// URL with a host; {wanted}")
     if "?" in text or "#" in text:
-        raise ValueError(f"{_quoted(text)} holds a query or a fragment, but /generate follows it; {wanted}")
+        raise ValueError(f"{quoted(text)} holds a query or a fragment, but /generate follows it; {wanted}")
     return text.rstrip("/")
 
 
 def _read_path(text: str) -> str:
     if not text or "\0" in text:
-        raise ValueError(f"{_quoted(text)} is not the path of a file")
+        raise ValueError(f"{quoted(text)} is not the path of a file")
     return text
-
-
-def _quoted(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 FLAGS: Final = (
@@ -120,28 +105,28 @@ FLAGS: Final = (
         "128",
         "COUNT",
         f"requests in flight at a time; {CONCURRENCY.low}..{CONCURRENCY.high}",
-        _whole_number(CONCURRENCY),
+        CONCURRENCY.read,
     ),
     Flag(
         "total_requests",
         "2000",
         "COUNT",
         f"requests to send; {TOTAL_REQUESTS.low}..{TOTAL_REQUESTS.high}",
-        _whole_number(TOTAL_REQUESTS),
+        TOTAL_REQUESTS.read,
     ),
     Flag(
         "prompt_tokens",
         "128",
         "TOKENS",
         f"length of each prompt; {limits.MAX_MODEL_LEN.low}..{limits.MAX_MODEL_LEN.high}",
-        _whole_number(limits.MAX_MODEL_LEN),
+        limits.MAX_MODEL_LEN.read,
     ),
     Flag(
         "max_new_tokens",
         "64",
         "TOKENS",
         f"tokens to ask for in each request; {MAX_NEW_TOKENS.low}..{MAX_NEW_TOKENS.high}",
-        _whole_number(MAX_NEW_TOKENS),
+        MAX_NEW_TOKENS.read,
     ),
     Flag(
         "timeout_s",

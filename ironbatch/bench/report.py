@@ -1,13 +1,13 @@
 """What a run came to: as one mapping for JSON, and as lines for people, from that same mapping."""
 
 import dataclasses
-import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any, Final
 
+import ironbatch
 from ironbatch.bench.measure import LatencyHistogram, Measurements
 from ironbatch.bench.options import BenchOptions
 
@@ -27,14 +27,12 @@ class RunTimes:
     client_cpu_s: float
 
 
-def figures(
-    measurements: Measurements, options: BenchOptions, times: RunTimes, *, interrupted: bool
-) -> dict[str, Any]:
+def figures(measurements: Measurements, options: BenchOptions, times: RunTimes, *, interrupted: bool) -> dict[str, Any]:
     """Everything about a run. Latencies are in milliseconds, and None where nothing was measured."""
     parameters = dataclasses.asdict(options)
     del parameters["json"]
     return {
-        "ironbatch_version": _version(),
+        "ironbatch_version": ironbatch.__version__,
         "started_at": times.started_at.isoformat(timespec="seconds"),
         "host": {
             "python": platform.python_version(),
@@ -113,10 +111,3 @@ def _digits(value_ms: float | None) -> str:
         if value_ms < limit:
             return f"{value_ms:.{digits}f}"
     return f"{value_ms:.0f}"
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("ironbatch")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # run from a tree that isn't installed

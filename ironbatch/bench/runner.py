@@ -14,7 +14,8 @@ from typing import Final
 import uvloop
 
 from ironbatch.bench.client import GenerateClient
-from ironbatch.bench.load import closed_loop
+from ironbatch.bench.connection import ConnectError, Target
+from ironbatch.bench.load import Unreachable, closed_loop
 from ironbatch.bench.measure import Measurements
 from ironbatch.bench.options import BenchOptions
 from ironbatch.bench.report import RunTimes
@@ -78,20 +79,18 @@ async def _run_until_signal(
 
 
 async def _send_all(options: BenchOptions, clock: Clock, measurements: Measurements) -> None:
-    async with GenerateClient(
-        options.url,
+    try:
+        target = await Target.resolve(options.url, timeout_s=options.timeout_s)
+    except ConnectError as error:
+        raise Unreachable(options.url, str(error)) from None
+    client = GenerateClient(
+        target,
         clock,
+        measurements,
         prompt_tokens=options.prompt_tokens,
         max_new_tokens=options.max_new_tokens,
-        timeout_s=options.timeout_s,
-        max_connections=options.concurrency,
-    ) as client:
-        await closed_loop(
-            client,
-            measurements,
-            concurrency=options.concurrency,
-            total_requests=options.total_requests,
-        )
+    )
+    await closed_loop(client, concurrency=options.concurrency, total_requests=options.total_requests)
 
 
 @contextlib.contextmanager

@@ -103,9 +103,7 @@ class StreamChecker:
         """The stream is at its end. Raises StreamFault if that is too soon."""
         if not self.done:
             asked = self._expected.max_new_tokens
-            raise StreamFault(
-                TRUNCATED, f"it ended after {self.tokens} of {asked} tokens, without a last line"
-            )
+            raise StreamFault(TRUNCATED, f"it ended after {self.tokens} of {asked} tokens, without a last line")
 
     def _feed_by_line(self, chunk: bytes) -> None:
         if self._matches:

@@ -1,4 +1,4 @@
-"""What enters and leaves the scheduler from outside: submissions, cancels, dead workers, and the rebuild at its start."""
+"""What reaches the scheduler from outside: submissions, cancels, dead workers, and the rebuild at its start."""
 
 from __future__ import annotations
 

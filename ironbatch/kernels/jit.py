@@ -7,8 +7,9 @@ numba's cache has three faults that matter to a server, and this module deals wi
 
 * it does not notice that an imported helper changed: the directory's name holds a hash of all kernel sources;
 * code compiled with NUMBA_BOUNDSCHECK=1 and without share their files: the setting is part of the hash;
-* a read-only directory or a truncated file raises at import: the directory is emptied and the kernel compiled again,
-  and if that fails too it is compiled without a cache.
+* a truncated file raises at import: the directory is emptied and the kernel compiled again, and if that fails too it is
+  compiled without a cache. So it is when the directory cannot be written, for then numba would quietly keep the code
+  beside the sources, where neither of the above is dealt with.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import hashlib
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +30,10 @@ from numba.core.errors import NumbaError
 _log = logging.getLogger("ironbatch.jit")
 
 CACHE_VARIABLE = "IRONBATCH_CACHE_DIR"
+
+# Nobody calls these through C, nor the helpers from Python. Their wrappers would be a quarter of the time to compile.
+_KERNEL = {"error_model": "numpy", "no_cfunc_wrapper": True}
+_HELPER = {**_KERNEL, "no_cpython_wrapper": True}
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,7 +56,18 @@ def cache_directory() -> Path:
     return Path(base) / f"kernels-{source_digest()}"
 
 
+def _can_write(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as problem:
+        _log.warning("the kernels are compiled anew at each start, since their cache cannot be written: %s", problem)
+        return False
+    return True
+
+
 _directory = cache_directory()
+_is_cached = _can_write(_directory)
 numba.config.CACHE_DIR = str(_directory)
 
 
@@ -62,24 +79,24 @@ def kernel(signature: str) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        for attempt in ("cached", "cached, after the cache was emptied"):
+        for attempt in ("cached", "cached, after the cache was emptied") if _is_cached else ():
             try:
-                return njit(signature, cache=True, error_model="numpy")(function)
+                return njit(signature, cache=True, **_KERNEL)(function)
             except NumbaError:
                 raise
             except Exception as problem:
                 _log.warning("kernel %s, %s: %s: %s", function.__name__, attempt, type(problem).__name__, problem)
                 shutil.rmtree(_directory, ignore_errors=True)
-        return njit(signature, error_model="numpy")(function)
+        return njit(signature, **_KERNEL)(function)
 
     return decorate
 
 
 def inline(function: F) -> F:
     """A helper that is compiled into each kernel that calls it."""
-    return njit(error_model="numpy", forceinline=True)(function)
+    return njit(forceinline=True, **_HELPER)(function)
 
 
 def subroutine(function: F) -> F:
     """A helper for the rare path: compiled once a kernel, called rather than copied into it."""
-    return njit(error_model="numpy")(function)
+    return njit(**_HELPER)(function)

@@ -1,5 +1,6 @@
-"""The batching policy: who computes what in the next step (continuous batching, Orca, Yu et al., OSDI 2022; chunked
-prefill, Sarathi-Serve, Agrawal et al., OSDI 2024).
+"""The batching policy: who computes what in the next step.
+
+Continuous batching as in Orca (Yu et al., OSDI 2022), chunked prefill as in Sarathi-Serve (Agrawal et al., OSDI 2024).
 
 Decodes come first, then chunks of prefills that run already, then admission by seniority. Before a token is computed
 its position, and that of the token it emits, is backed by a block; a sequence is admitted with blocks for its whole
@@ -152,7 +153,8 @@ def plan(state_address, segment_address, now_ns):
         if sequence == END:
             break
         remaining = remaining_tokens(state, sequence)
-        longest = state.sequences[sequence * SEQUENCE_WORDS + PROMPT] + state.sequences[sequence * SEQUENCE_WORDS + MAX_NEW]
+        row = sequence * SEQUENCE_WORDS
+        longest = state.sequences[row + PROMPT] + state.sequences[row + MAX_NEW]
         wanted = blocks_for(state, min(remaining + lookahead, longest))
         if wanted > header[FREE_COUNT]:
             break
@@ -197,5 +199,3 @@ def fill_plan_tokens(state_address, segment_address):
             out.kv_slot_mapping[offset] = block * block_size + (position & (block_size - 1))
             offset += 1
     return state.header[PLAN_TOKENS]
-
-

@@ -91,9 +91,7 @@ def open_shared(address):
 @inline
 def published_word(generation, reason, produced):
     """The one word by which the scheduler publishes a slot's progress."""
-    return (
-        (generation << layout.PUBLISHED_GENERATION_SHIFT) | (reason << layout.PUBLISHED_REASON_SHIFT) | produced
-    )
+    return (generation << layout.PUBLISHED_GENERATION_SHIFT) | (reason << layout.PUBLISHED_REASON_SHIFT) | produced
 
 
 @inline

@@ -24,7 +24,7 @@ REAP_POLL_S = 0.005
 
 def restart_delay_s(short_lives: int) -> float:
     """How long to wait after `short_lives` schedulers in a row have died young: not at all after the first."""
-    if short_lives < 2:  # noqa: PLR2004
+    if short_lives < 2:
         return 0.0
     return min(BACKOFF_FIRST_S * 2.0 ** min(short_lives - 2, 16), BACKOFF_MAX_S)
 

@@ -87,14 +87,14 @@ class Scheduler:
             self._wake(announce(state, shared))
             return 0
         count = plan(state, shared, now_ns)
-        if self._words[FORGET_COUNT]:
-            self._forget()
-        if count == 0:
-            self._wake(announce(state, shared))
-            return 0
         batch = self._plan
         batch.renew(count)
         try:
+            if self._words[FORGET_COUNT]:
+                self._forget()
+            if count == 0:
+                self._wake(announce(state, shared))
+                return 0
             output = self._backend.execute(batch)
             if output is not batch.output:
                 self._copy_output(output, count)
@@ -137,7 +137,10 @@ class Scheduler:
             _log.error("backend lost: %s; %d sequences preempted, reopening it", problem, count)
             self._words[FORGET_COUNT] = 0  # whoever has lost everything has nothing to forget
             self._segment.header["scheduler_ready"] = 0
-            self.close()
+            try:
+                self.close()
+            except Exception as trouble:  # who has lost its device may fail to let go of it
+                _log.error("the lost backend cannot be closed: %s: %s", type(trouble).__name__, trouble)
             return
         if isinstance(problem, RequestError):
             named = set(self._plan.rows["sequence"].tolist()) & set(problem.sequences)
@@ -177,5 +180,3 @@ def _geometry(config: Config, backend: Backend) -> Geometry:
         tokens_per_step=limits.max_tokens_per_step,
         eos_token_id=backend.eos_token_id,
     )
-
-

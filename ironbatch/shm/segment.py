@@ -49,7 +49,7 @@ class Segment:
         self._creator_pid = os.getpid() if is_owner else 0
         self.name = memory.name
         self.header: Any = self._view(0, layout.HEADER, 1)[0]
-        self.address = int(np.frombuffer(memory.buf, np.uint8).ctypes.data)
+        self.address = int(self._view(0, np.dtype(np.uint8), 1).ctypes.data)
 
     @classmethod
     def create(cls, config: Config, now_ns: int) -> Segment:
@@ -122,6 +122,7 @@ class Segment:
         self.tokens: NDArray[np.int32] = flat.reshape(slots, row)
 
     def _view(self, offset: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+        assert self._memory.buf is not None, "the segment was left"
         return np.frombuffer(self._memory.buf, dtype, count, offset)
 
     def populate(self) -> None:

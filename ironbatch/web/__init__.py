@@ -1,1 +1,1 @@
-"""The web workers: Falcon resources on gunicorn's asgi worker, and the collector that brings tokens to their streams."""
+"""The web workers: Falcon resources on gunicorn's asgi worker, and the collector that feeds their streams."""

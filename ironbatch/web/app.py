@@ -14,6 +14,7 @@ from typing import Any
 import falcon
 import falcon.asgi
 import msgspec
+from falcon.asgi import Request, Response
 
 from ironbatch.clock import Clock, MonotonicClock
 from ironbatch.config import Config
@@ -28,6 +29,7 @@ from ironbatch.web.stream import Exit, Send
 
 _log = logging.getLogger("ironbatch.web")
 
+FalconApp = falcon.asgi.App[Request, Response]
 Application = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Send], Awaitable[None]]
 
 
@@ -37,41 +39,28 @@ class Lifespan:
     def __init__(self, collector: TokenCollector) -> None:
         self._collector = collector
 
-    async def process_startup(self, scope: dict[str, Any], event: dict[str, Any]) -> None:
+    async def process_startup(self, scope: Mapping[str, Any], event: Mapping[str, Any]) -> None:
         """Before the worker listens."""
         self._collector.start(asyncio.get_running_loop(), os.getpid())
 
-    async def process_shutdown(self, scope: dict[str, Any], event: dict[str, Any]) -> None:
+    async def process_shutdown(self, scope: Mapping[str, Any], event: Mapping[str, Any]) -> None:
         """After the last connection."""
         self._collector.stop(asyncio.get_running_loop())
 
 
-class Unavailable:
-    """Answers everything with 503 in a worker that has no engine, or no lane of it."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    async def __call__(self, req: falcon.asgi.Request, resp: falcon.asgi.Response, **parts: str) -> None:
-        """Any path, any method."""
-        raise EngineUnavailable(self._reason)
-
-
 def create_app(environ: Mapping[str, str], clock: Clock) -> Application:
-    """The application of the worker that `environ` describes."""
-    falcon_app = _falcon_app()
+    """The application of the worker that `environ` describes; one that answers 503 when there is no engine for it."""
     try:
         engine = Engine.from_environ(environ)
     except StartError as problem:
-        falcon_app.add_sink(Unavailable(str(problem)))
-        return falcon_app
+        return _unavailable(str(problem))
     if LANE_VARIABLE not in environ:
-        falcon_app.add_sink(Unavailable("this worker holds no lane: more workers run than the engine was made for"))
-        return falcon_app
+        return _unavailable("this worker holds no lane: more workers run than the engine was made for")
     config = Config.load({}, environ)
     engine.segment.populate()
     lane, generation = map(int, environ[LANE_VARIABLE].split(":"))
     collector = TokenCollector(engine, lane, generation, clock)
+    falcon_app = _falcon_app()
     falcon_app.add_middleware(Lifespan(collector))
     falcon_app.add_route("/generate", GenerateResource(config, engine.segment, collector, clock))
     falcon_app.add_route("/metrics", MetricsResource(engine.segment, clock))
@@ -79,7 +68,18 @@ def create_app(environ: Mapping[str, str], clock: Clock) -> Application:
     return _with_exits(falcon_app, clock)
 
 
-def _with_exits(falcon_app: falcon.asgi.App, clock: Clock) -> Application:
+def _unavailable(reason: str) -> Application:
+    """Answers everything with 503."""
+
+    async def answer(req: Request, resp: Response | None, **parts: str) -> None:
+        raise EngineUnavailable(reason)
+
+    falcon_app = _falcon_app()
+    falcon_app.add_sink(answer)
+    return falcon_app
+
+
+def _with_exits(falcon_app: FalconApp, clock: Clock) -> Application:
     """Give each HTTP request its `Exit`, which a stream may take past Falcon."""
 
     async def application(scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Send) -> None:
@@ -90,17 +90,15 @@ def _with_exits(falcon_app: falcon.asgi.App, clock: Clock) -> Application:
     return application
 
 
-def _falcon_app() -> falcon.asgi.App:
-    app = falcon.asgi.App()
+def _falcon_app() -> FalconApp:
+    app: FalconApp = falcon.asgi.App()
     app.add_error_handler(RequestRejected, _answer_rejected)
     app.add_error_handler(Exception, _answer_bug)
     app.set_error_serializer(_answer_http_error)
     return app
 
 
-async def _answer_rejected(
-    req: falcon.asgi.Request, resp: falcon.asgi.Response, problem: RequestRejected, params: dict[str, Any]
-) -> None:
+async def _answer_rejected(req: Request, resp: Response, problem: RequestRejected, params: dict[str, Any]) -> None:
     resp.status = problem.status
     resp.content_type = falcon.MEDIA_JSON
     resp.data = msgspec.json.encode(error_body(problem.type, problem.message, problem.param))
@@ -108,23 +106,21 @@ async def _answer_rejected(
         resp.retry_after = problem.retry_after_s
 
 
-async def _answer_bug(
-    req: falcon.asgi.Request, resp: falcon.asgi.Response, problem: Exception, params: dict[str, Any]
-) -> None:
+async def _answer_bug(req: Request, resp: Response, problem: Exception, params: dict[str, Any]) -> None:
     _log.error("%s %s failed", req.method, req.path, exc_info=problem)
     resp.status = 500
     resp.content_type = falcon.MEDIA_JSON
     resp.data = msgspec.json.encode(error_body("internal_error", "a fault of the server; its log says more"))
 
 
-def _answer_http_error(req: falcon.asgi.Request, resp: falcon.asgi.Response, problem: falcon.HTTPError) -> None:
+def _answer_http_error(req: Request, resp: Response, problem: falcon.HTTPError) -> None:
     kinds = {404: "not_found", 405: "method_not_allowed"}
     messages = {
         404: f"there is no {req.path[:200]}; POST /generate, GET /metrics and GET /health are here",
         405: f"{req.method[:20]} is not allowed on {req.path[:200]}; use {resp.get_header('allow')}",
     }
     error_type = kinds.get(problem.status_code, "http_error")
-    message = messages.get(problem.status_code) or problem.description or problem.title or problem.status
+    message = messages.get(problem.status_code) or problem.description or problem.title or str(problem.status)
     resp.content_type = falcon.MEDIA_JSON
     resp.data = msgspec.json.encode(error_body(error_type, message))
 

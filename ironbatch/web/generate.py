@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from falcon.asgi import Request, Response
 
 from ironbatch.clock import Clock
 from ironbatch.config import Config
-from ironbatch.errors import EngineUnavailable, RequestRejected, SlotsFull
+from ironbatch.errors import EngineUnavailable, RequestRejected
+from ironbatch.layout import FINISH_LENGTH
 from ironbatch.shm.segment import Segment
 from ironbatch.web.body import read_body
 from ironbatch.web.collector import TokenCollector
 from ironbatch.web.request import GenerateRequest, parse_request
 from ironbatch.web.status import health_problem
 from ironbatch.web.stream import FINISH_NAMES, NDJSON, Exit, TokenStream, last_line
-from ironbatch.layout import FINISH_LENGTH
 
 EXIT_KEY = "ironbatch.exit"
 """Where the request's `Exit` stands in its ASGI scope."""

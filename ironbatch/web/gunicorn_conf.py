@@ -18,6 +18,7 @@ from typing import Any
 
 import falcon.asgi  # noqa: F401  loaded before the fork, so that a worker is ready in milliseconds
 import uvloop  # noqa: F401  likewise
+from gunicorn.errors import HaltServer
 
 from ironbatch.clock import MonotonicClock
 from ironbatch.config import Config
@@ -45,6 +46,7 @@ _config = _load_config()
 bind = _config.addr
 workers = _config.workers
 loglevel = _config.log_level
+proc_name = "ironbatch"
 worker_class = "asgi"
 asgi_loop = "uvloop"
 asgi_lifespan = "on"  # the collector starts and stops with the event loop
@@ -70,23 +72,22 @@ class _Engine:
 def on_starting(server: Any) -> None:
     """Find the engine, or make one."""
     process = None
-    if SEGMENT_VARIABLE in os.environ:
-        die_with_parent(os.getppid())
-        engine = Engine.from_environ(os.environ)
-    else:
-        try:
+    try:
+        if SEGMENT_VARIABLE in os.environ:
+            die_with_parent(os.getppid())
+            engine = Engine.from_environ(os.environ)
+        else:
             # -w on gunicorn's command line outranks the environment; TTIN may add as many again.
             sized = dataclasses.replace(_config, workers=max(server.cfg.workers, 1))
             engine = Engine.create(sized, MonotonicClock().now_ns())
-        except (StartError, ConfigError) as problem:
-            print(f"ironbatch: error: {problem}", file=sys.stderr)
-            sys.exit(EXIT_CANNOT_START)
-        os.environ.update(sized.to_environ())
-        os.environ.update(engine.to_environ())
-        process = _start_engine_process(engine)
+            os.environ.update(sized.to_environ())
+            os.environ.update(engine.to_environ())
+            process = _start_engine_process(engine)
+    except (StartError, ConfigError) as problem:
+        print(f"ironbatch: error: {problem}", file=sys.stderr)
+        sys.exit(EXIT_CANNOT_START)
     server.ironbatch = _Engine(engine, LaneBook(engine), process, os.getpid())
     atexit.register(_stop_engine, server)  # a bind that fails ends the arbiter without on_exit
-    set_process_name("gunicorn arbiter")
 
 
 def _start_engine_process(engine: Engine) -> subprocess.Popen[bytes]:
@@ -101,12 +102,21 @@ def _start_engine_process(engine: Engine) -> subprocess.Popen[bytes]:
 
 
 def when_ready(server: Any) -> None:
-    """Refuse USR2: it would start a second gunicorn beside this one, on the same engine."""
+    """Two changes to the arbiter for which it has no hook: it refuses USR2, and it notices its engine's end."""
+    reap_workers = server.reap_workers
 
     def refuse_usr2() -> None:
         server.log.error("USR2 is refused, it would start a second engine: use HUP to reload, or restart the service")
 
+    def reap_workers_and_engine() -> None:
+        reap_workers()
+        process = server.ironbatch.process
+        is_stopping = not server.LISTENERS
+        if process is not None and not is_stopping and process.poll() is not None:
+            raise HaltServer("the engine has ended", EXIT_CANNOT_START)
+
     server.handle_usr2 = refuse_usr2
+    server.reap_workers = reap_workers_and_engine
 
 
 def pre_fork(server: Any, worker: Any) -> None:

@@ -168,7 +168,7 @@ def _check(field: str, value: int, low: int, high: int) -> None:
 
 def _shown(value: int) -> str:
     """A huge number is cut: its text would be the client's to size, and int refuses over 4,300 digits."""
-    if value.bit_length() > 64:  # noqa: PLR2004  the widest that any field could mean
+    if value.bit_length() > 64:  # wider than any field can mean
         return f"a number of {value.bit_length()} bits"
     return str(value)
 

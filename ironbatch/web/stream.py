@@ -46,7 +46,7 @@ _ERROR_KINDS: dict[int, tuple[str, int, int | None]] = {
     layout.ERROR_INVALID: ("internal_error", 500, None),
 }
 
-_lines: list[bytes] = []
+_LINES = [b'{"token_index":%d,"done":false}\n' % index for index in range(CACHED_LINES)]
 
 
 def last_line(token_index: int) -> bytes:
@@ -56,12 +56,10 @@ def last_line(token_index: int) -> bytes:
 
 def plain_lines(before: int, after: int) -> bytes:
     """The lines of tokens before <= index < after, none of them the last."""
-    for index in range(len(_lines), min(after, CACHED_LINES)):
-        _lines.append(b'{"token_index":%d,"done":false}\n' % index)
-    if after == before + 1 and before < len(_lines):
-        return _lines[before]
+    if after == before + 1 and after <= CACHED_LINES:
+        return _LINES[before]
     beyond = (b'{"token_index":%d,"done":false}\n' % index for index in range(max(before, CACHED_LINES), after))
-    return b"".join([*_lines[before:after], *beyond])
+    return b"".join([*_LINES[before:after], *beyond])
 
 
 class Exit:
@@ -133,7 +131,7 @@ class TokenStream:
         self._error_code = error_code
         if self.was_cancelled:
             return
-        if reason != layout.FINISH_NONE and self._blocked is not None and self._output_ids is not None:
+        if reason != layout.FINISH_NONE and self._output_ids is not None:  # some may be written after the slot is gone
             self._output_ids = self._output_ids[:produced].copy()
         if self._blocked is None:
             self._write()
@@ -166,7 +164,7 @@ class TokenStream:
             sending = self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
             waits_for = start(sending)
             if waits_for is not None:
-                self._blocked = asyncio.get_running_loop().create_task(self._go_on(sending, waits_for, is_last))
+                self._blocked = asyncio.get_running_loop().create_task(self._go_on(sending, waits_for, is_last=is_last))
                 return
             if is_last:
                 self._end()
@@ -176,7 +174,7 @@ class TokenStream:
         message = layout.ERROR_MESSAGES[self._error_code]
         self.fail(RequestRejected(error_type, message, status=status, retry_after_s=retry_after_s))
 
-    async def _go_on(self, sending: Coroutine[Any, Any, None], waits_for: Any, is_last: bool) -> None:
+    async def _go_on(self, sending: Coroutine[Any, Any, None], waits_for: Any, *, is_last: bool) -> None:
         try:
             await _started(sending, waits_for)
             self._blocked = None

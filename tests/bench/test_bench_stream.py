@@ -1,5 +1,6 @@
 """The stream checker: good streams pass however they are cut, and no fault passes."""
 
+import itertools
 import json
 
 import pytest
@@ -20,24 +21,15 @@ from ironbatch.bench.stream import (
     StreamFault,
     shown,
 )
+from tests.bench.server import line, stream
 
 COUNTS = st.integers(0, 25)
-
-
-def line(index: int, *, done: bool = False, **more: object) -> bytes:
-    """One line as the server writes it."""
-    return json.dumps({"token_index": index, "done": done, **more}, separators=(",", ":")).encode() + b"\n"
-
-
-def stream(tokens: int) -> bytes:
-    """A good stream of that many tokens."""
-    return b"".join(line(index, done=index == max(tokens, 1) - 1) for index in range(max(tokens, 1)))
 
 
 def cut(text: bytes, cuts: list[int]) -> list[bytes]:
     """`text` in chunks, cut at these places (modulo its length)."""
     places = sorted({0, len(text), *(place % (len(text) + 1) for place in cuts)})
-    return [text[start:end] for start, end in zip(places, places[1:], strict=False)]
+    return [text[start:end] for start, end in itertools.pairwise(places)]
 
 
 def outcome(max_new_tokens: int, chunks: list[bytes]) -> tuple[str, int]:
@@ -122,9 +114,7 @@ def test_lines_lost_doubled_or_swapped_are_faults(asked: int, data: st.DataObjec
 
 @given(
     asked=st.integers(0, 4),
-    lines=st.lists(
-        st.builds(line, st.integers(-1, 5), done=st.booleans()) | st.binary(max_size=40), max_size=8
-    ),
+    lines=st.lists(st.builds(line, st.integers(-1, 5), done=st.booleans()) | st.binary(max_size=40), max_size=8),
     cuts=CUTS,
 )
 def test_how_a_stream_is_cut_never_changes_the_verdict(asked: int, lines: list[bytes], cuts: list[int]) -> None:

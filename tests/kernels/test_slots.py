@@ -145,7 +145,10 @@ class SlotMachine(RuleBasedStateMachine):
     def age(self, draw: Any, generation: int) -> None:
         """As after two thousand million requests."""
         slot = draw.draw(st.sampled_from(sorted(set(range(NUM_SLOTS)) - set(self.slots))), label="slot")
-        self.segment.slots[slot]["generation"] = self.generations[slot] = generation
+        row = self.segment.slots[slot]
+        row["generation"] = self.generations[slot] = generation
+        row["submitted"] = row["cancelled"] = generation
+        row["published"] = (generation << 32) | (layout.FINISH_LENGTH << 24)
 
     @invariant()
     def owners_and_generations_agree(self) -> None:

@@ -174,6 +174,8 @@ class Simulation:
             self.engine.start_scheduler()
             self.engine.check()
             return
+        if count == 0:  # the scheduler would now sleep
+            assert (self.engine.gauge("running_count"), self.engine.gauge("waiting_count")) == (0, 0)
         self.counts["sequence steps"] += count
         self.counts["preemptions"] += self.engine.gauge("preempted_count")
         assert self.engine.gauge("plan_tokens") <= self.engine.config.max_batch_tokens

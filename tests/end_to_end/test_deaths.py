@@ -1,0 +1,104 @@
+"""SIGKILL, to each process in turn. Whoever still has a socket gets every token, none twice."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.end_to_end.server import FORMS, RawStream, Server, generate_all, running, wait_until
+
+pytestmark = pytest.mark.end_to_end
+
+BODIES = [
+    {"prompt_tokens": 20 + k, "max_new_tokens": 150 + k, "seed": k, "details": True, "priority": k % 3 - 1}
+    for k in range(48)
+]
+
+
+def kill_scheduler_when(server: Server, tokens: int) -> None:
+    """SIGKILL the scheduler once `tokens` more tokens are generated than now."""
+    old = server.scheduler()
+    before = server.scheduler_tokens()
+    wait_until(lambda: server.scheduler_tokens() >= before + tokens, "the moment to kill")
+    old.kill()
+    wait_until(lambda: server.processes("scheduler") and server.scheduler().pid != old.pid, "the next scheduler")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("options", [{}, {"total_kv_blocks": 64, "kv_block_size": 16}], ids=["roomy", "preempting"])
+def test_streams_survive_the_schedulers_death_byte_for_byte(form: str, options: dict[str, int]) -> None:
+    with running(form, mock_token_latency_us=2_000, **options) as server:
+        undisturbed = generate_all(server.port, BODIES)
+        server.wait_idle()
+        results: list[list[bytes]] = []
+        clients = threading.Thread(target=lambda: results.append(generate_all(server.port, BODIES)))
+        clients.start()
+        for _ in range(3):
+            kill_scheduler_when(server, 1000)
+        clients.join()
+        assert results == [undisturbed]
+        metrics = server.wait_idle()
+        assert metrics["rebuilds"] >= 4
+        assert metrics["requests_completed"] == 2 * len(BODIES)
+        assert metrics["requests_failed"] == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_killed_worker_takes_only_its_own_streams(form: str) -> None:
+    with running(form, workers=2, mock_token_latency_us=10_000) as server:
+        streams = [RawStream(server.port, {"prompt_tokens": 1, "max_new_tokens": 300}) for _ in range(12)]
+        for stream in streams:
+            stream.read_chunk()
+        victim, _ = server.processes("web worker")
+        victim.kill()
+        outcomes = [outcome(stream) for stream in streams]
+        lost = outcomes.count("cut")
+        assert outcomes.count("whole") + lost == len(streams)
+        wait_until(lambda: len(server.processes("web worker")) == 2, "a new worker", 30)
+        wait_until(server.is_healthy, "health")
+        metrics = server.wait_idle()
+        assert metrics["sequences_aborted"] == lost
+        assert metrics["requests_completed"] == len(streams) - lost
+
+
+def outcome(stream: RawStream) -> str:
+    """`whole` when the stream ends as it should, `cut` when its connection does."""
+    try:
+        rest = stream.read_all()
+    except (AssertionError, OSError):
+        return "cut"
+    finally:
+        stream.close()
+    return "whole" if rest.endswith(b'{"token_index":299,"done":true}\n') else "wrong"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_outlives_the_main_process(form: str) -> None:
+    with running(form) as server:
+        stream = RawStream(server.port, {"prompt_tokens": 1, "max_new_tokens": 5000})
+        stream.read_chunk()
+        server.remember_family()
+        server.process.kill()
+        server.process.wait(10)
+        server.assert_nothing_left()
+        stream.close()
+
+
+def test_gunicorns_end_ends_serve() -> None:
+    with running("serve") as server:
+        server.remember_family()
+        arbiter = next(p for p in server.family if "gunicorn" in " ".join(p.cmdline()))
+        arbiter.kill()
+        assert server.process.wait(20) == 1
+        server.assert_nothing_left()
+
+
+def test_the_engines_supervisor_is_missed_by_gunicorn() -> None:
+    """The gunicorn form: when the process that keeps the scheduler dies, the system must not answer 200 for ever."""
+    with running("gunicorn") as server:
+        (supervisor,) = server.processes("supervisor")
+        server.remember_family()
+        supervisor.kill()
+        assert server.process.wait(30) != 0
+        server.assert_nothing_left()

@@ -1,0 +1,209 @@
+"""Start, serve, stop: both ways to start the whole system, and the starts that must fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.end_to_end.server import (
+    FORMS,
+    RawStream,
+    command,
+    plain_body,
+    run_to_end,
+    running,
+    segments,
+    segments_of,
+    wait_until,
+)
+
+pytestmark = pytest.mark.end_to_end
+
+FIRST_METRICS = [
+    "elapsed_secs",
+    "tokens_generated",
+    "requests_completed",
+    "tokens_per_sec",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_serves_and_stops_cleanly(form: str, number: int) -> None:
+    with running(form) as server:
+        stream = RawStream(server.port, {"prompt_tokens": 128, "max_new_tokens": 64})
+        assert stream.read_head() == 200
+        assert b"content-type: application/x-ndjson" in stream.headers.lower()
+        assert stream.read_all() == plain_body(64)
+        stream.close()
+        metrics = server.metrics()
+        assert list(metrics)[: len(FIRST_METRICS)] == FIRST_METRICS
+        assert all(type(value) is int for value in metrics.values())
+        assert metrics["tokens_generated"] == 64
+        assert metrics["requests_completed"] == 1
+        assert server.stop(number) == 0
+        server.assert_nothing_left()
+        assert "Traceback" not in "".join(server.output)
+        assert "Exception ignored" not in "".join(server.output)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_processes_name_themselves(form: str) -> None:
+    with running(form) as server:
+        assert len(server.processes("supervisor")) == 1
+        assert len(server.processes("scheduler")) == 1
+        assert len(server.processes("web worker")) == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_running_stream_is_finished_at_sigterm(form: str) -> None:
+    with running(form, mock_token_latency_us=20_000) as server:
+        stream = RawStream(server.port, {"prompt_tokens": 4, "max_new_tokens": 100})
+        body = stream.read_chunk()
+        server.remember_family()
+        server.process.send_signal(signal.SIGTERM)
+        assert body + stream.read_all() == plain_body(100)
+        stream.close()
+        assert server.process.wait(30) == 0
+        server.assert_nothing_left()
+
+
+def test_a_service_manager_that_signals_the_whole_group_does_not_cut_a_stream() -> None:
+    with running("serve", mock_token_latency_us=20_000) as server:
+        stream = RawStream(server.port, {"prompt_tokens": 4, "max_new_tokens": 100})
+        body = stream.read_chunk()
+        server.remember_family()
+        for process in server.family:
+            process.send_signal(signal.SIGTERM)
+        assert body + stream.read_all() == plain_body(100)
+        stream.close()
+        assert server.process.wait(30) == 0
+        server.assert_nothing_left()
+        assert "scheduler ended" not in "".join(server.output)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_hup_replaces_the_workers_and_keeps_the_engine(form: str) -> None:
+    with running(form) as server:
+        old = {process.pid for process in server.processes("web worker")}
+        scheduler = server.scheduler().pid
+        server.process.send_signal(signal.SIGHUP)
+
+        def replaced() -> bool:
+            new = {process.pid for process in server.processes("web worker")}
+            return len(new) == 2 and not new & old
+
+        wait_until(replaced, "new workers", 30)
+        wait_until(server.is_healthy, "health")
+        stream = RawStream(server.port, {"prompt_tokens": 4, "max_new_tokens": 5})
+        assert stream.read_all() == plain_body(5)
+        stream.close()
+        assert server.scheduler().pid == scheduler
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_usr2_is_refused(form: str) -> None:
+    with running(form) as server:
+        server.process.send_signal(signal.SIGUSR2)
+        wait_until(lambda: "USR2 is refused" in "".join(server.output), "the refusal")
+        assert server.is_healthy()
+        assert len(server.processes("scheduler")) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_taken_port_is_one_clear_failure(form: str) -> None:
+    before = segments()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        addr = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, output = run_to_end(form, addr=addr)
+    assert code not in (0, None)
+    assert segments() <= before
+    if form == "serve":
+        assert output.count("\n") == 1
+        assert addr in output
+        assert "--addr" in output
+    assert not _engines_of(addr)
+
+
+def test_an_address_of_another_machine_is_one_clear_line() -> None:
+    before = segments()
+    code, output = run_to_end("serve", addr="192.0.2.1:0")
+    assert code == 1
+    assert output.count("\n") == 1
+    assert "192.0.2.1:0" in output
+    assert segments() <= before
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_bad_option_names_itself_and_its_bounds(form: str) -> None:
+    code, output = run_to_end(form, kv_block_size=24)
+    assert code == 2
+    assert "24" in output
+    assert "16 or 32" in output
+    assert ("--kv-block-size" if form == "serve" else "IRONBATCH_KV_BLOCK_SIZE") in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_too_small_a_dev_shm_is_a_message_at_start(form: str, tmp_path: Path) -> None:
+    words, environ = command(form, {})
+    script = tmp_path / "start"
+    script.write_text('mount -t tmpfs -o size=1M tmpfs /dev/shm || exit 77\n"$@"\necho "exit $?"\nls /dev/shm\n')
+    inside = ["unshare", "--mount", "sh", str(script), *words]
+    done = subprocess.run(inside, env=environ, capture_output=True, text=True, timeout=120, cwd="/", check=False)
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip(f"no private mount here: {done.stderr.strip()}")
+    assert "shared memory" in done.stderr
+    assert "1.0 MiB free" in done.stderr
+    assert "Traceback" not in done.stderr
+    *_, exit_line = done.stdout.splitlines()
+    assert exit_line == "exit 1", done.stdout  # and nothing is listed after it
+
+
+def test_interrupted_while_it_compiles_it_ends_at_once(tmp_path: Path) -> None:
+    words, environ = command("serve", {})
+    environ["IRONBATCH_CACHE_DIR"] = str(tmp_path)  # nothing is compiled yet
+    process = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/")
+    try:
+        (segment,) = wait_until(lambda: segments_of(process.pid), "the segment", 60)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=10)
+        assert process.returncode == 0, output
+        assert b"Traceback" not in output
+        wait_until(lambda: not [child for child in family if child.is_running()], "the end of its children", 5)
+        assert segment not in segments()
+    finally:
+        process.kill()
+
+
+def test_the_application_alone_says_that_it_has_no_engine() -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("IRONBATCH_")}
+    code = "import ironbatch.web.app as a; print(a.app.__class__.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _engines_of(addr: str) -> list[psutil.Process]:
+    """Processes of an engine that was configured for `addr`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if addr in process.environ().get("IRONBATCH_ADDR", "") or addr in process.cmdline():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return [process for process in found if process.pid != os.getpid()]
