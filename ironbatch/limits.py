@@ -192,6 +192,6 @@ def mock_step_problem(*mock_step_fields: int) -> str | None:
     if step_ns <= MAX_MOCK_STEP_NS:
         return None
     return (
-        f"a full step of the mock could take {step_ns // 10**9} s, over the limit of"
+        f"a full step of the mock could take {-(-step_ns // 10**9)} s, over the limit of"
         f" {MAX_MOCK_STEP_NS // 10**9} s; lower the latencies or the batch"
     )

@@ -23,16 +23,12 @@ from collections.abc import Iterator
 
 from ironbatch.clock import MonotonicClock
 from ironbatch.config import Config
-from ironbatch.errors import ConfigError, StartError
+from ironbatch.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, StartError
 from ironbatch.processes import CHILD_ENVIRONMENT, die_with_parent, set_process_name
 from ironbatch.scheduler.keeper import SchedulerKeeper
 from ironbatch.shm.engine import Engine
 
 _log = logging.getLogger("ironbatch.supervisor")
-
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_BAD_CONFIGURATION = 2
 
 LISTEN_BACKLOG = 2048
 GUNICORN_STOP_S = 40.0  # its graceful_timeout, and what it needs to notice
@@ -55,7 +51,7 @@ class StartSignals:
     """SIGTERM and SIGINT while the system starts: noted, but where starting takes long they interrupt it at once."""
 
     def __init__(self) -> None:
-        self._is_requested = False
+        self.is_requested = False
         self._may_raise = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
@@ -65,14 +61,14 @@ class StartSignals:
         """Raise StopRequested if a signal has come or comes in this block."""
         self._may_raise = True
         try:
-            if self._is_requested:
+            if self.is_requested:
                 raise StopRequested
             yield
         finally:
             self._may_raise = False
 
     def _handle(self, number: int, frame: object) -> None:
-        self._is_requested = True
+        self.is_requested = True
         if self._may_raise:
             raise StopRequested
 
@@ -106,7 +102,7 @@ def run_engine() -> int:
         return Supervisor(config, engine, web=None, lifeline=STDIN).run(signals)
     except ConfigError as problem:
         print(*(f"ironbatch: error: {line}" for line in problem.problems), sep="\n", file=sys.stderr)
-        return EXIT_BAD_CONFIGURATION
+        return EXIT_USAGE
     except StartError as problem:
         print(f"ironbatch: error: {problem}", file=sys.stderr)
         return EXIT_FAILED
@@ -148,6 +144,8 @@ class Supervisor:
         except StopRequested:
             return EXIT_OK
         with _signals() as signals:
+            if start_signals.is_requested:  # between the one way to listen and the other
+                return EXIT_OK
             self._keeper.start()
             while True:
                 for number in self._wait(signals):

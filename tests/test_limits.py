@@ -46,7 +46,26 @@ def test_number_of_any_length_is_refused_in_few_words(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "-", "x", "1.5", "1.0", "1e3", "+1", " 1", "1 ", "1\n", "1_0", "0x1", "١", "１", "--1", "true"]
+    "text",
+    [
+        "",
+        " ",
+        "-",
+        "x",
+        "1.5",
+        "1.0",
+        "1e3",
+        "+1",
+        " 1",
+        "1 ",
+        "1\n",
+        "1_0",
+        "0x1",
+        "\N{ARABIC-INDIC DIGIT ONE}",
+        "\N{FULLWIDTH DIGIT ONE}",
+        "--1",
+        "true",
+    ],
 )
 def test_what_is_not_a_whole_number(text: str) -> None:
     with pytest.raises(ValueError, match=r" is not a whole number; give one between 0 and 100$") as caught:
@@ -118,4 +137,4 @@ def test_mock_step_relation() -> None:
     assert limits.mock_step_problem(hour_us, 0, 0, 0, 1, 1, 1, 1, 1) is None
     problem = limits.mock_step_problem(hour_us + 1, 0, 0, 0, 1, 1, 1, 1, 1)
     assert problem is not None
-    assert problem.startswith("a full step of the mock could take 3600 s, over the limit of 3600 s; lower ")
+    assert problem.startswith("a full step of the mock could take 3601 s, over the limit of 3600 s; lower ")

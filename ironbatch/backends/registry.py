@@ -24,7 +24,7 @@ def create_backend(config: Config) -> Backend:
         try:
             backend = entry.load()(config)
         except Exception as problem:
-            reason = f"{type(problem).__name__}: {problem}"
+            reason = " ".join(f"{type(problem).__name__}: {problem}".split())  # one line, whatever it says
             raise StartError(f"backend {config.backend} ({entry.value}): {reason}") from problem
         if not isinstance(backend, Backend):
             raise StartError(f"backend {config.backend} ({entry.value}) is not an ironbatch.backends.base.Backend")

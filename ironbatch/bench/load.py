@@ -29,4 +29,7 @@ async def closed_loop(client: GenerateClient, *, concurrency: int, total_request
             for _ in range(min(concurrency, total_requests)):
                 group.create_task(worker())
     except* Unreachable as errors:
-        raise errors.exceptions[0] from None  # the others say the same
+        problem = errors.exceptions[0]  # the others say the same
+    else:
+        return
+    raise problem from None

@@ -22,15 +22,13 @@ from gunicorn.errors import HaltServer
 
 from ironbatch.clock import MonotonicClock
 from ironbatch.config import Config
-from ironbatch.errors import ConfigError, StartError
+from ironbatch.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, StartError
 from ironbatch.processes import CHILD_ENVIRONMENT, die_with_parent, set_process_name
 from ironbatch.shm.engine import SEGMENT_VARIABLE, Engine
 from ironbatch.web import collector  # noqa: F401  and with it the web side's kernels
 from ironbatch.web.lanes import LANE_VARIABLE, LaneBook
 
 ENGINE_STOP_S = 5.0
-EXIT_CANNOT_START = 1
-EXIT_BAD_CONFIGURATION = 2
 
 
 def _load_config() -> Config:
@@ -38,7 +36,7 @@ def _load_config() -> Config:
         return Config.load({}, os.environ)
     except ConfigError as problem:
         print(*(f"ironbatch: error: {line}" for line in problem.problems), sep="\n", file=sys.stderr)
-        sys.exit(EXIT_BAD_CONFIGURATION)
+        sys.exit(EXIT_USAGE)
 
 
 _config = _load_config()
@@ -85,7 +83,7 @@ def on_starting(server: Any) -> None:
             process = _start_engine_process(engine)
     except (StartError, ConfigError) as problem:
         print(f"ironbatch: error: {problem}", file=sys.stderr)
-        sys.exit(EXIT_CANNOT_START)
+        sys.exit(EXIT_FAILED)
     server.ironbatch = _Engine(engine, LaneBook(engine), process, os.getpid())
     atexit.register(_stop_engine, server)  # a bind that fails ends the arbiter without on_exit
 
@@ -113,7 +111,7 @@ def when_ready(server: Any) -> None:
         process = server.ironbatch.process
         is_stopping = not server.LISTENERS
         if process is not None and not is_stopping and process.poll() is not None:
-            raise HaltServer("the engine has ended", EXIT_CANNOT_START)
+            raise HaltServer("the engine has ended", EXIT_FAILED)
 
     server.handle_usr2 = refuse_usr2
     server.reap_workers = reap_workers_and_engine

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 from collections.abc import Callable, Iterator
@@ -13,10 +14,11 @@ import pytest
 from ironbatch.bench import client as client_module
 from ironbatch.bench import connection as connection_module
 from ironbatch.bench import stream as stream_module
-from ironbatch.bench.client import GenerateClient
-from ironbatch.bench.connection import ConnectError, NoProgress, Target, _Wire
+from ironbatch.bench.client import GenerateClient, _MeasuredStream
+from ironbatch.bench.connection import ConnectError, ConnectionLost, NoProgress, Target, _Wire
 from ironbatch.bench.load import Unreachable, closed_loop
 from ironbatch.bench.measure import Measurements
+from ironbatch.bench.stream import ExpectedStream
 from ironbatch.clock import FakeClock
 from tests.bench.server import (
     DEADLINE_S,
@@ -98,6 +100,19 @@ def test_what_is_sent() -> None:
     asyncio.run(scenario())
     assert bodies == [{"prompt_tokens": 8, "max_new_tokens": 4}] * 30
     assert all("content-type: application/json\r\n" in head for head in heads)
+
+
+def test_line_counts_when_it_is_complete() -> None:
+    clock, measured = FakeClock(), Measurements()
+    receiver = _MeasuredStream(ExpectedStream(4), clock, measured)
+    text = b"HTTP/1.1 200 OK\r\ncontent-length: 123\r\n\r\n" + stream(4)
+    body = text.index(b"{")
+    places = [0, 5, body, body + 30, body + 31, len(text)]
+    for at_ns, (start, end) in zip((10, 20, 30, 40, 91), itertools.pairwise(places), strict=True):
+        clock.set_ns(at_ns)
+        assert receiver.receive(text[start:end]) == (at_ns == 91)
+    assert (measured.ttft.max_ns, measured.ttft.count) == (40, 1)
+    assert (measured.inter_token.count, measured.inter_token.sum_ns, measured.tokens) == (3, 51, 4)
 
 
 def test_early_end_is_no_failure_but_told() -> None:
@@ -203,6 +218,24 @@ def test_progress_puts_the_time_out_off() -> None:
         assert loop.now_s == 32.0
         with pytest.raises(NoProgress, match="nothing for 10 s"):
             await exchange
+
+    asyncio.run(scenario())
+
+
+def test_wire_that_is_lost_at_once_and_news_after_a_cancel() -> None:
+    async def scenario() -> None:
+        wire = _Wire(asyncio.get_running_loop())
+        wire.connection_made(cast(Any, SimpleNamespace(write=lambda data: None, abort=lambda: None)))
+        receiver = cast(Any, SimpleNamespace(receive=lambda data: True))
+        exchange = asyncio.ensure_future(wire.exchange(b"", receiver, timeout_s=DEADLINE_S))
+        await until(lambda: wire._receiver is not None)
+        exchange.cancel()
+        wire.data_received(b"x")
+        with pytest.raises(asyncio.CancelledError):
+            await exchange
+        wire.connection_lost(None)
+        with pytest.raises(ConnectionLost):
+            await wire.exchange(b"", receiver, timeout_s=DEADLINE_S)
 
     asyncio.run(scenario())
 

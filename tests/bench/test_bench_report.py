@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import resource
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from ironbatch.bench.measure import (
 )
 from ironbatch.bench.options import FLAGS, BenchOptions
 from ironbatch.bench.report import RunTimes, figures, report_lines
+from ironbatch.bench.runner import reserve_file_descriptors
 from ironbatch.errors import ConfigError
 
 STARTED_AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -187,3 +189,32 @@ def test_figures_and_lines_say_the_same() -> None:
 def test_run_of_nothing_can_be_reported() -> None:
     times = RunTimes(STARTED_AT, duration_s=0.0, client_cpu_s=0.0)
     assert list(report_lines(figures(Measurements(), read_options(), times, interrupted=False)))
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised_to"),
+    [
+        (1024, 4096, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+        (100, 4096, 192),
+        (100, 192, 192),
+        (100, resource.RLIM_INFINITY, 192),
+    ],
+)
+def test_open_files_are_reserved(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised_to: int | None) -> None:
+    limits_set: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits_set.append(pair))
+    reserve_file_descriptors(128)
+    assert limits_set == ([] if raised_to is None else [(raised_to, hard)])
+
+
+def test_more_connections_than_files_may_be_open_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 191))
+    with pytest.raises(ConfigError) as caught:
+        reserve_file_descriptors(128)
+    (problem,) = caught.value.problems
+    assert problem.startswith(
+        "--concurrency: 128 connections need 192 open files, over this process's hard limit of 191;"
+    )
+    assert problem.endswith("use 127 or less, or raise `ulimit -n`")

@@ -319,8 +319,11 @@ def test_a_shm_open_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, pref
 
 
 def test_a_mapping_that_fails_leaves_nothing(prefix: str) -> None:
-    """Address space is a limit too (ulimit -v). Not tested: CPython's resource tracker then prints a KeyError of its
-    own, since `SharedMemory.__init__` unregisters what it has not registered yet."""
+    """Address space is a limit too (ulimit -v).
+
+    Standard error is not looked at: `SharedMemory.__init__` then unregisters what it has not registered yet, and
+    CPython's resource tracker prints a KeyError of its own.
+    """
     program = """
     import resource, sys
     from ironbatch.config import Config
