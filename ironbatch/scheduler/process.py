@@ -41,8 +41,11 @@ def fork_scheduler(config: Config, engine: Engine, clock: Clock) -> int:
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
+    # Held back until the child can take it: the handler that it inherits is the parent's.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
     pid = os.fork()
     if pid != 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})
         return pid
     status = 1
     try:
@@ -60,6 +63,7 @@ def _main(config: Config, engine: Engine, clock: Clock) -> int:
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    stopping = _stop_on_signal(engine)
     engine.segment.populate()
     engine.segment.header["scheduler_pid"] = os.getpid()
     gc.freeze()
@@ -74,7 +78,6 @@ def _main(config: Config, engine: Engine, clock: Clock) -> int:
         return EXIT_START_FAILED
     if waiting:
         _log.info("took over %d sequences", waiting)
-    stopping = _stop_on_signal(engine)
     while not stopping():
         if scheduler.step() == 0 and arm_scheduler(engine.segment.address):
             engine.scheduler_bell.wait(IDLE_WAIT_MS)
@@ -91,4 +94,5 @@ def _stop_on_signal(engine: Engine) -> Callable[[], bool]:
         engine.scheduler_bell.ring()
 
     signal.signal(STOP_SIGNAL, stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})
     return lambda: bool(stops)

@@ -394,8 +394,6 @@ def state_of(pid: int) -> str:
         return file.read().rpartition(")")[2].split()[0]
 
 
-# FAILS: reported. The supervisor's own handler for SIGUSR1, which it forwards to gunicorn, is inherited by the fork and
-# swallows the stop signal until the scheduler has installed its own; `stop` then takes 2 s and a SIGKILL.
 def test_a_stop_signal_during_the_start_is_not_lost(
     engine: Engine, quiet_fork: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
