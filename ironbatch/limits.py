@@ -80,7 +80,7 @@ MAX_QUEUED_REQUESTS: Final = Bound(0, MAX_SLOTS - MAX_RUNNING_SEQS.low)
 # Processes and shared memory
 WORKERS: Final = Bound(1, 64)
 MAX_SEGMENT_BYTES: Final = 64 * GIB
-SLOT_OVERHEAD_BYTES: Final = 192 + 64  # a slot's record, and the padding of its token row
+SLOT_OVERHEAD_BYTES: Final = 192  # a slot's record
 TOKEN_BYTES: Final = 4
 
 # The HTTP side

@@ -227,8 +227,6 @@ def test_the_usual_lengths_do_not_make_a_stride_that_is_a_power_of_two(max_model
     assert not limits.is_power_of_two(row_bytes) or row_bytes < 4096
 
 
-# FAILS: reported. One line more than needed is not always a stride that differs: 1000 tokens are 4000 bytes, 63 lines,
-# and with the padding 4096 bytes. An odd number of lines a row (`lines | 1`) would do.
 def test_no_length_makes_all_rows_fall_on_the_same_cache_sets() -> None:
     strides = {length: layout.token_row_tokens(length) * layout.TOKEN_BYTES for length in range(1, 40_000)}
     colliding = [length for length, stride in strides.items() if stride % 4096 == 0]

@@ -29,8 +29,18 @@ class Engine:
     def create(cls, config: Config, now_ns: int) -> Engine:
         """Everything for a new engine. Raises StartError."""
         segment = Segment.create(config, now_ns)
-        bells = tuple(Doorbell.create() for _ in range(config.num_lanes))
-        return cls(segment, Doorbell.create(), bells)
+        bells: list[Doorbell] = []
+        try:
+            bells.extend(Doorbell.create() for _ in range(1 + config.num_lanes))
+        except OSError as problem:
+            for bell in bells:
+                bell.close()
+            segment.close()
+            raise StartError(
+                f"cannot make {1 + config.num_lanes} eventfds: {problem.strerror}; raise the limit of open files"
+                " (ulimit -n), or lower --workers"
+            ) from None
+        return cls(segment, bells[0], tuple(bells[1:]))
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Engine:

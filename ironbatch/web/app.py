@@ -14,7 +14,7 @@ from typing import Any
 import falcon
 import falcon.asgi
 import msgspec
-from falcon.asgi import Request, Response
+from falcon.asgi import Request, Response, WebSocket
 
 from ironbatch.clock import Clock, MonotonicClock
 from ironbatch.config import Config
@@ -71,7 +71,10 @@ def create_app(environ: Mapping[str, str], clock: Clock) -> Application:
 def _unavailable(reason: str) -> Application:
     """Answers everything with 503."""
 
-    async def answer(req: Request, resp: Response | None, **parts: str) -> None:
+    async def answer(req: Request, resp: Response | None, ws: WebSocket | None = None, **parts: str) -> None:
+        if ws is not None:
+            await ws.close()
+            return
         raise EngineUnavailable(reason)
 
     falcon_app = _falcon_app()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -95,7 +96,6 @@ def test_closing_it_leaves_neither_descriptors_nor_memory() -> None:
     assert not path.exists()
 
 
-# FAILS: reported. The OSError comes through as it is, and the segment stays until the process ends.
 def test_no_descriptors_left_is_one_line_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = f"ironbatch-test-{secrets.token_hex(4)}-"
     monkeypatch.setattr(segment_module, "NAME_PREFIX", prefix)
@@ -115,4 +115,5 @@ def test_no_descriptors_left_is_one_line_and_leaves_nothing(monkeypatch: pytest.
         assert not list(SHM.glob(f"{prefix}*"))
     finally:
         for descriptor in made:
-            os.close(descriptor)
+            with contextlib.suppress(OSError):  # closed as it should be
+                os.close(descriptor)

@@ -540,8 +540,6 @@ async def test_with_an_engine_that_has_ended(server: Server) -> None:
         assert "does not exist" in answer.error["message"]
 
 
-# FAILS: reported. Falcon hands a sink no response for a WebSocket (and warns that its signature is deprecated), so
-# `_answer_rejected` ends with AttributeError: 'NoneType' object has no attribute 'status'.
 @in_loop
 async def test_a_websocket_is_closed_without_an_engine_too() -> None:
     app = without_engine()
