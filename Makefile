@@ -25,12 +25,14 @@ help:
 serve: $(VENV)/.runtime
 	@exec $(BIN)/ironbatch serve $(ARGS)
 
-# The second leg runs the kernels with bounds checking. Its compiled code is kept apart: numba would mix them.
+# The second leg runs the kernels with bounds checking. Its compiled code is kept apart: numba would mix them. test_jit is
+# about the cache, in processes with settings of their own, so once is enough.
 test: $(VENV)/.dev
 	@echo "== all tests"
 	@$(BIN)/pytest --quiet $(PYTEST_ARGS)
 	@echo "== the kernels again, with bounds checking"
-	@NUMBA_BOUNDSCHECK=1 IRONBATCH_CACHE_DIR='$(CURDIR)/.cache/boundscheck' $(BIN)/pytest --quiet tests/kernels
+	@NUMBA_BOUNDSCHECK=1 IRONBATCH_CACHE_DIR='$(CURDIR)/.cache/boundscheck' \
+	    $(BIN)/pytest --quiet --ignore tests/kernels/test_jit.py tests/kernels
 
 test-races: $(VENV)/.dev
 	@for round in $$(seq $(N)); do \

@@ -175,6 +175,10 @@ FINISH_LENGTH = 1
 FINISH_STOP = 2
 FINISH_CANCELLED = 3
 FINISH_ERROR = 4
+FINISH_WITHOUT_TOKEN = 0x80
+"""A flag on FINISH_LENGTH and FINISH_STOP: the backend ended the sequence in a step that gave it no token. Without it
+the last token's line would be the last one or not, depending on whether its worker was in time to see it alone."""
+
 
 # Error codes (SLOT.error_code), with the sentence a client reads.
 ERROR_NONE = 0

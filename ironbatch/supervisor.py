@@ -180,7 +180,10 @@ class Supervisor:
             return
         serving = (self._lanes["serving_generation"] == self._lanes["generation"]) & (self._lanes["generation"] > 0)
         if int(serving.sum()) >= self._config.workers:
-            print(f"ironbatch: serving on {self._unannounced_url}", flush=True)
+            try:
+                print(f"ironbatch: serving on {self._unannounced_url}", flush=True)
+            except BrokenPipeError:  # nobody reads it, which is no reason to stop serving
+                sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  for the rest of this process
             self._unannounced_url = None
 
     def _give_up(self, signals: int) -> int:

@@ -1,11 +1,12 @@
 """One request over HTTP: sent, its stream checked and timed, its failure named."""
 
-from typing import Final
+import asyncio
+from types import SimpleNamespace
+from typing import Final, Self
 
+import aiohttp
 import msgspec
 
-from ironbatch.bench.connection import ConnectError, Connection, ConnectionLost, NoProgress, Target
-from ironbatch.bench.http import Answer, BadAnswer
 from ironbatch.bench.measure import Failure, Measurements
 from ironbatch.bench.stream import (
     MAX_LABEL_CHARS,
@@ -18,6 +19,9 @@ from ironbatch.bench.stream import (
 )
 from ironbatch.clock import Clock
 
+CONNECTION_REFUSED: Final = "connection refused"
+CONNECT_FAILED: Final = "connect failed"
+CONNECT_TIMED_OUT: Final = "connect timed out"
 CONNECTION_LOST: Final = "connection lost"
 TIMED_OUT: Final = "timed out"
 BAD_HTTP: Final = "bad HTTP answer"
@@ -34,32 +38,62 @@ _ERROR_DECODER: Final = msgspec.json.Decoder(_ErrorBody)
 
 
 class GenerateClient:
-    """Sends POST /generate of one shape to `target`. Proxies, cookies and redirects play no part."""
+    """Sends POST {url}/generate of one shape over connections that are kept. Needs a running event loop.
+
+    `timeout_s` is how long a request may go without progress: until it is connected, and from then on until the
+    answer's next bytes. Proxies, cookies and redirects play no part, and nothing is sent twice.
+    """
 
     def __init__(
-        self, target: Target, clock: Clock, measurements: Measurements, *, prompt_tokens: int, max_new_tokens: int
+        self,
+        url: str,
+        clock: Clock,
+        measurements: Measurements,
+        *,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        timeout_s: float,
     ) -> None:
-        self.url = target.url
+        self.url = url
         self.measurements = measurements
-        self._target = target
+        self._endpoint = f"{url}/generate"
         self._clock = clock
+        self._timeout_s = timeout_s
+        self._was_reached = False
         self._expected = ExpectedStream(max_new_tokens)
-        body = b'{"prompt_tokens":%d,"max_new_tokens":%d}' % (prompt_tokens, max_new_tokens)
-        head = (
-            f"POST {target.path}/generate HTTP/1.1\r\nhost: {target.host_header}\r\nuser-agent: ironbatch-bench\r\n"
-            f"accept-encoding: identity\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._body = b'{"prompt_tokens":%d,"max_new_tokens":%d}' % (prompt_tokens, max_new_tokens)
+        tracing = aiohttp.TraceConfig()
+        tracing.on_connection_create_end.append(self._on_connected)
+        tracing.on_connection_reuseconn.append(self._on_connected)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),  # closed_loop limits what is in flight
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={
+                "accept-encoding": "identity",
+                "content-type": "application/json",
+                "user-agent": "ironbatch-bench",
+            },
+            timeout=aiohttp.ClientTimeout(total=None, connect=timeout_s),
+            auto_decompress=False,
+            trace_configs=[tracing],
         )
-        self._request = head.encode("ascii") + body
 
-    def connection(self) -> Connection:
-        """One to the target, for requests that follow each other. To be left with `with`."""
-        return Connection(self._target)
+    async def __aenter__(self) -> Self:
+        return self
 
-    async def generate(self, connection: Connection) -> Failure | None:
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def generate(self) -> Failure | None:
         """Do one request, measure it, and return why it failed, if it did."""
         measurements = self.measurements
         stream = _MeasuredStream(self._expected, self._clock, measurements)
-        failure = await self._exchange(connection, stream)
+        try:
+            failure = await self._exchange(stream)
+        except StreamFault as fault:
+            failure = Failure(fault.name, fault.detail)
+        except (aiohttp.ClientError, OSError, UnicodeError) as error:
+            failure = self._connect_failure(error) or self._network_failure(error, stream.tokens)
         if failure is None:
             measurements.succeeded += 1
             measurements.ended_early += stream.ended_early
@@ -68,31 +102,72 @@ class GenerateClient:
             measurements.record_failure(failure)
         return failure
 
-    async def _exchange(self, connection: Connection, stream: "_MeasuredStream") -> Failure | None:
-        try:
-            await connection.exchange(self._request, stream)
-        except ConnectError as error:
-            return Failure(error.name, shown(error.detail), unreachable=not self._target.was_reached)
-        except StreamFault as fault:
-            return Failure(fault.name, fault.detail)
-        except BadAnswer as error:
-            return Failure(BAD_HTTP, shown(str(error)))
-        except NoProgress as error:
-            return Failure(TIMED_OUT, f"{stream.tokens} tokens, then {error}")
-        except ConnectionLost as error:
-            return Failure(CONNECTION_LOST, shown(str(error)))
-        return stream.failure()
+    async def _exchange(self, stream: "_MeasuredStream") -> Failure | None:
+        """Send the request and read its answer.
+
+        The deadline stands in for aiohttp's `sock_read`, at the same cost: at a malformed chunk, aiohttp 3.14 drops
+        its own together with the connection, and lets the reader of the stream wait for ever.
+        """
+        async with (
+            asyncio.timeout(None) as deadline,  # aiohttp's own until there is a connection
+            self._session.post(
+                self._endpoint, data=self._body, allow_redirects=False, trace_request_ctx=deadline
+            ) as response,
+        ):
+            if response.status != STATUS_OK:
+                return await _status_failure(response)
+            while data := await response.content.readany():
+                stream.receive(data)
+                self._put_off(deadline)
+            stream.end()
+        return None
+
+    async def _on_connected(self, _: object, context: SimpleNamespace, __: object) -> None:
+        """There is a connection, new or kept, for the request that `context` belongs to."""
+        self._was_reached = True
+        self._put_off(context.trace_request_ctx)
+
+    def _put_off(self, deadline: asyncio.Timeout) -> None:
+        deadline.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+
+    def _connect_failure(self, error: Exception) -> Failure | None:
+        """Name `error`, if it says that no connection came about."""
+        match error:
+            case aiohttp.ConnectionTimeoutError():
+                name, detail = CONNECT_TIMED_OUT, f"no connection within {self._timeout_s:g} s"
+            case aiohttp.ClientConnectorError(os_error=ConnectionRefusedError()):
+                name, detail = CONNECTION_REFUSED, "nothing listens there"
+            case aiohttp.ClientConnectorError(os_error=problem):
+                name = CONNECT_TIMED_OUT if isinstance(problem, TimeoutError) else CONNECT_FAILED
+                detail = f"{error.host}: {problem.strerror or str(problem) or type(problem).__name__}"
+            case aiohttp.InvalidURL() | UnicodeError():  # a host that can't be one, such as a..b
+                name, detail = CONNECT_FAILED, str(error)
+            case _:
+                return None
+        return Failure(name, shown(detail), unreachable=not self._was_reached)
+
+    def _network_failure(self, error: Exception, tokens: int) -> Failure:
+        """Name what went wrong on a connection."""
+        match error:
+            case TimeoutError():
+                return Failure(TIMED_OUT, f"{tokens} tokens, then nothing for {self._timeout_s:g} s")
+            case aiohttp.ClientPayloadError():
+                return Failure(TRUNCATED, f"{tokens} tokens, then the connection was closed: {shown(str(error))}")
+            case aiohttp.ClientResponseError():
+                return Failure(BAD_HTTP, shown(error.message))
+            case aiohttp.ServerDisconnectedError():  # its text shows what there was of a head, as Python objects
+                return Failure(CONNECTION_LOST, "the server closed the connection")
+            case _:
+                return Failure(CONNECTION_LOST, shown(str(error)) or type(error).__name__)
 
 
 class _MeasuredStream:
-    """Takes the answer to one request, from its sending on, and measures it as it arrives."""
+    """Takes the stream of one answer, from the request's sending on, and measures it as it arrives."""
 
     def __init__(self, expected: ExpectedStream, clock: Clock, measurements: Measurements) -> None:
-        self._answer = Answer()
         self._checker = StreamChecker(expected)
         self._clock = clock
         self._measurements = measurements
-        self._error_body = b""
         self._sent_ns = self._last_ns = clock.now_ns()
 
     @property
@@ -105,62 +180,13 @@ class _MeasuredStream:
         """Whether the stream was complete with fewer tokens than asked for."""
         return self._checker.ended_early
 
-    @property
-    def keeps_alive(self) -> bool:
-        """Whether the connection can carry another request."""
-        return self._answer.is_complete and self._answer.keeps_alive
-
-    def receive(self, data: bytes) -> bool:
-        """Take what has come. Raises BadAnswer, StreamFault."""
+    def receive(self, data: bytes) -> None:
+        """Measure the lines that have come together, as `Measurements` says. Raises StreamFault."""
         arrived_ns = self._clock.now_ns()
-        answer = self._answer
-        body = answer.feed(data)
-        if answer.status == STATUS_OK:
-            if body:
-                self._read_lines(body, arrived_ns)
-            if answer.is_complete:
-                self._end_stream(arrived_ns)
-            return answer.is_complete
-        self._error_body += body
-        return answer.is_complete or len(self._error_body) > MAX_ERROR_BODY_BYTES
-
-    def receive_end(self, reason: str) -> None:
-        """The connection is closed. Raises ConnectionLost, StreamFault."""
-        is_complete = self._answer.end()
-        if self._answer.status == 0:
-            raise ConnectionLost(reason)
-        if self._answer.status != STATUS_OK:
-            return  # the status names the failure, also if the body breaks off
-        if not is_complete:
-            raise StreamFault(TRUNCATED, f"{self.tokens} tokens, then {shown(reason)}")
-        self._end_stream(self._clock.now_ns())
-
-    def failure(self) -> Failure | None:
-        """What a complete answer says of the request: None if all is well.
-
-        Named by its status, the error type in its body, and whether it asks to come back later.
-        """
-        answer = self._answer
-        if answer.status == STATUS_OK:
-            return None
-        name, detail = f"HTTP {answer.status}", answer.reason
-        try:
-            error = _ERROR_DECODER.decode(self._error_body).error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            detail = self._error_body.decode("utf-8", "replace") or detail  # some proxy's answer, not Ironbatch's
-        else:
-            name, detail = f"{name}: {shown(error.type, MAX_LABEL_CHARS)}", error.message or detail
-        retry_after = answer.headers.get("retry-after")
-        if retry_after is not None:
-            name, detail = f"{name}, Retry-After", f"{detail} (Retry-After: {retry_after})"
-        return Failure(name, shown(detail))
-
-    def _read_lines(self, body: bytes, arrived_ns: int) -> None:
-        """Measure the lines that have come together, as `Measurements` says."""
         checker, measurements = self._checker, self._measurements
         tokens_before = checker.tokens
         try:
-            lines = checker.feed(body)
+            lines = checker.feed(data)
         finally:  # those before a fault have arrived, too
             measurements.tokens += checker.tokens - tokens_before
         if lines == 0:
@@ -172,6 +198,34 @@ class _MeasuredStream:
             measurements.inter_token.record((arrived_ns - self._last_ns) // lines, lines)
         self._last_ns = arrived_ns
 
-    def _end_stream(self, ended_ns: int) -> None:
+    def end(self) -> None:
+        """The answer has ended. Raises StreamFault."""
         self._checker.finish()
-        self._measurements.end_to_end.record(ended_ns - self._sent_ns)
+        self._measurements.end_to_end.record(self._clock.now_ns() - self._sent_ns)
+
+
+async def _status_failure(response: aiohttp.ClientResponse) -> Failure:
+    """Name an answer by its status, the error type in its body, and whether it asks to come back later."""
+    name, detail = f"HTTP {response.status}", response.reason or ""
+    body = await _read_error_body(response.content)
+    try:
+        error = _ERROR_DECODER.decode(body).error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        detail = body.decode("utf-8", "replace") or detail  # some proxy's answer, not Ironbatch's
+    else:
+        name, detail = f"{name}: {shown(error.type, MAX_LABEL_CHARS)}", error.message or detail
+    retry_after = response.headers.get("Retry-After")
+    if retry_after is not None:
+        name, detail = f"{name}, Retry-After", f"{detail} (Retry-After: {retry_after})"
+    return Failure(name, shown(detail))
+
+
+async def _read_error_body(content: aiohttp.StreamReader) -> bytes:
+    """The body, or what came of it: the status names the failure even if the body breaks off."""
+    body = b""
+    try:
+        while len(body) <= MAX_ERROR_BODY_BYTES and (data := await content.readany()):
+            body += data
+    except (aiohttp.ClientError, OSError):
+        pass
+    return body

@@ -18,11 +18,10 @@ async def closed_loop(client: GenerateClient, *, concurrency: int, total_request
     tickets = iter(range(total_requests))
 
     async def worker() -> None:
-        with client.connection() as connection:
-            for _ in tickets:  # shared by all workers
-                failure = await client.generate(connection)
-                if failure is not None and failure.unreachable:
-                    raise Unreachable(client.url, f"{failure.name}: {failure.detail}")
+        for _ in tickets:  # shared by all workers
+            failure = await client.generate()
+            if failure is not None and failure.unreachable:
+                raise Unreachable(client.url, f"{failure.name}: {failure.detail}")
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -14,8 +14,7 @@ from typing import Final
 import uvloop
 
 from ironbatch.bench.client import GenerateClient
-from ironbatch.bench.connection import ConnectError, Target
-from ironbatch.bench.load import Unreachable, closed_loop
+from ironbatch.bench.load import closed_loop
 from ironbatch.bench.measure import Measurements
 from ironbatch.bench.options import BenchOptions
 from ironbatch.bench.report import RunTimes
@@ -79,18 +78,15 @@ async def _run_until_signal(
 
 
 async def _send_all(options: BenchOptions, clock: Clock, measurements: Measurements) -> None:
-    try:
-        target = await Target.resolve(options.url, timeout_s=options.timeout_s)
-    except ConnectError as error:
-        raise Unreachable(options.url, str(error)) from None
-    client = GenerateClient(
-        target,
+    async with GenerateClient(
+        options.url,
         clock,
         measurements,
         prompt_tokens=options.prompt_tokens,
         max_new_tokens=options.max_new_tokens,
-    )
-    await closed_loop(client, concurrency=options.concurrency, total_requests=options.total_requests)
+        timeout_s=options.timeout_s,
+    ) as client:
+        await closed_loop(client, concurrency=options.concurrency, total_requests=options.total_requests)
 
 
 @contextlib.contextmanager

@@ -152,6 +152,10 @@ def commit(state_address, segment_address):
         state.sequences[fields + COMPUTED] = state.sequences[fields + PROMPT] + produced - 1
         if reason != layout.FINISH_NONE:
             state.output_finish[k] = layout.FINISH_NONE
+            if reason not in (layout.FINISH_LENGTH, layout.FINISH_STOP):  # FINISH_ERROR, or a plug-in's slip
+                reason = layout.FINISH_ERROR
+            elif produced == before:
+                reason |= layout.FINISH_WITHOUT_TOKEN
             finish(state, shared, sequence, reason)
             finished += 1
         elif produced == before:

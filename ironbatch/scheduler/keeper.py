@@ -42,6 +42,7 @@ class SchedulerKeeper:
         self._started_s = 0.0
         self._short_lives = 0
         self._restart_at_s: float | None = None
+        self._has_served = False
         self.cannot_start = False
 
     def warm_up(self) -> None:
@@ -68,8 +69,13 @@ class SchedulerKeeper:
             if pid:
                 self._pid = 0
                 self._note_death(os.waitstatus_to_exitcode(status))
-        if self._restart_at_s is not None and time.monotonic() >= self._restart_at_s:
+        if self._restart_at_s is None or time.monotonic() < self._restart_at_s:
+            return
+        try:
             self.start()
+        except OSError as problem:
+            _log.error("a scheduler cannot be forked: %s", problem.strerror)
+            self._restart_at_s = time.monotonic() + BACKOFF_MAX_S
 
     def stop(self) -> None:
         """Tell the scheduler to end, and kill it if it does not."""
@@ -90,12 +96,16 @@ class SchedulerKeeper:
     def _note_death(self, exit_code: int) -> None:
         from ironbatch.scheduler.process import EXIT_START_FAILED  # noqa: PLC0415  see warm_up
 
-        if exit_code == EXIT_START_FAILED and not self._engine.segment.header["scheduler_ready"]:
+        header = self._engine.segment.header
+        self._has_served |= bool(header["scheduler_ready"])
+        if exit_code == EXIT_START_FAILED and not self._has_served:
             self.cannot_start = True
             return
         lived_s = time.monotonic() - self._started_s
         self._short_lives = 0 if lived_s >= STEADY_S else self._short_lives + 1
         delay_s = restart_delay_s(self._short_lives)
+        if delay_s > 0:  # no client notices one death; after several /health must say so, heart or no heart
+            header["scheduler_ready"] = 0
         _log.error("the scheduler ended with %s; the next starts in %.1f s", _described(exit_code), delay_s)
         self._restart_at_s = time.monotonic() + delay_s
 

@@ -43,9 +43,13 @@ def fork_scheduler(config: Config, engine: Engine, clock: Clock) -> int:
     sys.stderr.flush()
     # Held back until the child can take it: the handler that it inherits is the parent's.
     signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
-    pid = os.fork()
+    pid = parent
+    try:
+        pid = os.fork()
+    finally:
+        if pid != 0:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})
     if pid != 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})
         return pid
     status = 1
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ironbatch.kernels.lanes import mark_lane_dead
@@ -31,15 +31,15 @@ class LaneBook:
         self._lanes = engine.segment.lanes
         self._holders: dict[Any, LaneHolder] = {}  # by gunicorn's worker object, which has no pid before its fork
 
-    def assign(self, worker: Any, living: Container[int]) -> LaneHolder | None:
+    def assign(self, worker: Any, living: Mapping[int, Any]) -> LaneHolder | None:
         """A lane for a worker that is about to be forked, or None when there is none.
 
         Args:
             worker: gunicorn's object; its `pid` is set after the fork.
-            living: the pids of the workers that live. Holders that are not among them have died unnoticed: gunicorn
-                skips `child_exit` when a kill of its own finds the process gone.
+            living: the workers that live, by pid. Holders that are not among them have died unnoticed: gunicorn skips
+                `child_exit` when a kill of its own finds the process gone.
         """
-        for holder_worker in [held for held in self._holders if held.pid not in living]:
+        for holder_worker in [held for held in self._holders if living.get(held.pid) is not held]:
             self.release(holder_worker)
         for lane, record in enumerate(self._lanes):
             generation = int(record["generation"])

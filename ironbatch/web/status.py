@@ -26,7 +26,7 @@ def health_problem(header: Any, now_ns: int) -> str | None:
     if header["draining"]:
         return "the engine is shutting down"
     if not header["scheduler_ready"]:
-        return "the scheduler is starting" if not header["heartbeat_ns"] else "the backend is being reopened"
+        return "the scheduler is starting, or opens its backend"
     silent_ns = now_ns - int(header["heartbeat_ns"])
     if silent_ns > int(header["longest_step_ns"]) + HEALTH_GRACE_NS:
         where = "in a call to its backend" if header["in_device_call"] else "outside its backend"
@@ -42,7 +42,7 @@ class HealthResource:
         self._clock = clock
 
     async def on_get(self, req: Request, resp: Response) -> None:
-        """GET /health."""
+        """GET or HEAD /health."""
         problem = health_problem(self._header, self._clock.now_ns())
         resp.content_type = falcon.MEDIA_JSON
         if problem is None:
@@ -51,6 +51,8 @@ class HealthResource:
         resp.status = falcon.HTTP_503
         resp.retry_after = RETRY_AFTER_S
         resp.data = msgspec.json.encode({"status": "unavailable", "reason": problem})
+
+    on_head = on_get
 
 
 class MetricsResource:
@@ -61,7 +63,9 @@ class MetricsResource:
         self._clock = clock
 
     async def on_get(self, req: Request, resp: Response) -> None:
-        """GET /metrics."""
+        """GET or HEAD /metrics."""
         elapsed_ns = self._clock.now_ns() - int(self._segment.header["created_ns"])
         resp.content_type = falcon.MEDIA_JSON
         resp.data = msgspec.json.encode(snapshot(self._segment.metrics, elapsed_ns))
+
+    on_head = on_get

@@ -100,6 +100,7 @@ class TokenStream:
     __slots__ = (
         "_blocked",
         "_error_code",
+        "_has_bare_end",
         "_output_ids",
         "_produced",
         "_reason",
@@ -122,12 +123,14 @@ class TokenStream:
         self._sent = 0
         self._reason = layout.FINISH_NONE
         self._error_code = layout.ERROR_NONE
+        self._has_bare_end = False
         self._blocked: asyncio.Task[None] | None = None
 
     def advance(self, produced: int, reason: int, error_code: int) -> None:
         """The slot now has `produced` tokens. With a finish `reason` this is the last call: the slot is given away."""
         self._produced = produced
-        self._reason = reason
+        self._reason = reason & ~layout.FINISH_WITHOUT_TOKEN
+        self._has_bare_end = reason & layout.FINISH_WITHOUT_TOKEN != 0
         self._error_code = error_code
         if self.was_cancelled:
             return
@@ -154,20 +157,26 @@ class TokenStream:
                 self._refuse()
                 return
             self._send = self._way_out.take()
-            waits_for = start(self._send(RESPONSE_START))
-            assert waits_for is None, "the server holds the response's start back until the first chunk"
+            if not self._run(self._send(RESPONSE_START), is_last=False):
+                return
         while not self.ended.done() and (self._sent < self._produced or self._reason != layout.FINISH_NONE):
             after = min(self._produced, self._sent + MAX_CHUNK_LINES)
             is_last = self._reason != layout.FINISH_NONE and after == self._produced
             body = self._lines(self._sent, after, is_last=is_last)
             self._sent = after
             sending = self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
-            waits_for = start(sending)
-            if waits_for is not None:
-                self._blocked = asyncio.get_running_loop().create_task(self._go_on(sending, waits_for, is_last=is_last))
+            if not self._run(sending, is_last=is_last):
                 return
-            if is_last:
-                self._end()
+
+    def _run(self, sending: Coroutine[Any, Any, None], *, is_last: bool) -> bool:
+        """Send as a plain call. False when that waits: a task goes on with it."""
+        waits_for = start(sending)
+        if waits_for is not _ENDED:
+            self._blocked = asyncio.get_running_loop().create_task(self._go_on(sending, waits_for, is_last=is_last))
+            return False
+        if is_last:
+            self._end()
+        return True
 
     def _refuse(self) -> None:
         error_type, status, retry_after_s = _ERROR_KINDS[self._error_code]
@@ -201,11 +210,8 @@ class TokenStream:
             return plain_lines(before, after)
         if self.is_failure:
             return plain_lines(before, after) + self._error_line()
-        if after == before:  # a stop without a token of its own
-            return last_line(after)
-        if after == before + 1:
-            return last_line(before)
-        return plain_lines(before, after - 1) + last_line(after - 1)
+        last = after if self._has_bare_end else after - 1
+        return plain_lines(before, last) + last_line(last) if last > before else last_line(last)
 
     def _detailed_lines(self, ids: NDArray[np.int32], before: int, after: int, *, is_last: bool) -> bytes:
         lines = [
@@ -216,7 +222,7 @@ class TokenStream:
             lines.append(self._error_line())
         elif is_last:
             end = b'"done":true,"finish_reason":"%b"}\n' % FINISH_NAMES[self._reason].encode()
-            if lines:
+            if not self._has_bare_end:
                 lines[-1] = lines[-1].removesuffix(b'"done":false}\n') + end
             else:
                 lines.append(b'{"token_index":%d,' % after + end)
@@ -232,12 +238,15 @@ class TokenStream:
         )
 
 
+_ENDED = object()
+
+
 def start(coroutine: Coroutine[Any, Any, None]) -> Any:
-    """Run a coroutine as a plain call. Returns None when it has ended, else what it waits for."""
+    """Run a coroutine as a plain call. Returns _ENDED, or what it waits for (None stands for "let others run")."""
     try:
         return coroutine.send(None)
     except StopIteration:
-        return None
+        return _ENDED
 
 
 @types.coroutine

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from ironbatch.bench.client import GenerateClient
-from ironbatch.bench.connection import Target
 from ironbatch.bench.measure import Measurements
 from ironbatch.clock import Clock, MonotonicClock
 
@@ -18,9 +17,10 @@ DEADLINE_S = 30.0
 class Exchange:
     """One request that has come, and the writing of its answer."""
 
-    def __init__(self, head: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, head: str, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.head = head
         self.fields: dict[str, Any] = json.loads(body)
+        self._reader = reader
         self._writer = writer
 
     async def send(self, data: bytes) -> None:
@@ -42,6 +42,15 @@ class Exchange:
         """The connection, in order and after what has been sent."""
         self._writer.close()
         await self._writer.wait_closed()
+
+    def send_end(self) -> None:
+        """What the client reads as the end of the connection."""
+        self._writer.write_eof()
+
+    async def until_closed(self) -> None:
+        """Returns when the client has closed the connection."""
+        async with asyncio.timeout(DEADLINE_S):
+            assert await self._reader.read() == b""
 
     def reset(self) -> None:
         """The connection, at once: the client sees a reset if it has sent anything that is not read."""
@@ -69,11 +78,11 @@ class Server:
             while not writer.is_closing():
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 assert head.startswith("POST /generate HTTP/1.1\r\n"), head
-                length = re.search(r"content-length: ([0-9]+)\r\n", head)
+                length = re.search(r"content-length: ([0-9]+)\r\n", head.lower())
                 assert length is not None, head
                 body = await reader.readexactly(int(length[1]))
                 self.requests += 1
-                await self._behaviour(Exchange(head, body, writer))
+                await self._behaviour(Exchange(head, body, reader, writer))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the client has gone
         finally:
@@ -102,11 +111,13 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-async def make_client(
+def make_client(
     url: str, *, clock: Clock | None = None, tokens: int = 4, timeout_s: float = DEADLINE_S
 ) -> GenerateClient:
-    target = await Target.resolve(url, timeout_s=timeout_s)
-    return GenerateClient(target, clock or MonotonicClock(), Measurements(), prompt_tokens=8, max_new_tokens=tokens)
+    """Needs a running event loop."""
+    return GenerateClient(
+        url, clock or MonotonicClock(), Measurements(), prompt_tokens=8, max_new_tokens=tokens, timeout_s=timeout_s
+    )
 
 
 def line(index: int, *, done: bool = False, **more: object) -> bytes:

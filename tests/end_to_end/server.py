@@ -43,6 +43,17 @@ def segments() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("ironbatch-*")}
 
 
+def stale_segments() -> set[str]:
+    """Those that no process has mapped: somebody has left them behind. (Other instances may live beside a test.)"""
+    found = segments()
+    for process in psutil.process_iter():
+        if not found:
+            break
+        with contextlib.suppress(psutil.Error, OSError):
+            found -= segments_of(process.pid)
+    return found & segments()
+
+
 def command(form: str, options: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
     """The command line and the environment of a start; options stand in the one or in the other."""
     environ = {
@@ -165,10 +176,14 @@ def running(form: str = "serve", **options: Any) -> Iterator[Server]:
         yield server
     finally:
         server.remember_family()
-        for member in server.family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
+        process.kill()  # it alone: all others must follow it, and the segment is removed by what outlives it
         process.wait(STOP_S)
+        try:
+            server.assert_nothing_left(10)
+        finally:
+            for member in server.family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
         reader.join(STOP_S)
         process.stdout.close()  # type: ignore[union-attr]
         print("".join(output))

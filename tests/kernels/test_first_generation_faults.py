@@ -7,7 +7,7 @@ import pytest
 from ironbatch import layout
 from ironbatch.backends import mock
 from ironbatch.backends.base import BatchPlan
-from ironbatch.kernels.blocks import BlockAllocator, OutOfBlocks
+from ironbatch.kernels.allocator import BlockAllocator, OutOfBlocks
 from tests.support import ScriptedBackend, SmallEngine, small_engine
 
 EOS = 9

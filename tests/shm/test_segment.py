@@ -197,7 +197,7 @@ print("attached", flush=True)
 
 
 def test_an_attached_process_that_exits_does_not_remove_it(segment: Segment) -> None:
-    """Until 3.13 a plain attach registers with the process's resource tracker, which unlinks at the exit."""
+    """A plain attach registers with that process's resource tracker, which unlinks at the exit."""
     for close in ("", "\nsegment.close()\n"):
         code, out, err = finished(python(ATTACHER + close, segment.name))
         assert (code, out) == (0, "attached\n")
@@ -206,7 +206,6 @@ def test_an_attached_process_that_exits_does_not_remove_it(segment: Segment) -> 
     assert segment.slots[0]["seed"] == 41
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 13), reason="3.13 has track=False; the trap is the older ones'")
 def test_the_control_a_plain_attach_does_remove_it() -> None:
     control = shared_memory.SharedMemory(f"ironbatch-test-{secrets.token_hex(4)}", create=True, size=64)
     path = SHM / control.name

@@ -311,7 +311,7 @@ async def test_a_content_length_over_the_limit_is_413_before_a_byte_is_read(serv
 @in_loop
 async def test_a_chunked_body_over_the_limit_is_413_with_flat_memory(server: Server, part_bytes: int) -> None:
     async with Lifetime(server.app):
-        body = Body(b" " * part_bytes for _ in range(10**9 // part_bytes))
+        body = Body(b" " * part_bytes for _ in range(2**22 // part_bytes))
         tracemalloc.start()
         try:
             answer = await fetch(server.app, "POST", "/generate", body)
@@ -404,7 +404,7 @@ async def test_a_wrong_path_is_404_in_the_one_shape(server: Server, method: str,
 async def test_a_wrong_method_is_405_and_names_the_right_one(server: Server, path: str, allowed: str) -> None:
     async with Lifetime(server.app):
         for method in ("GET", "POST", "PUT", "PATCH", "DELETE", "TRACE", "CONNECT", "HEAD"):
-            if method == allowed:
+            if method == allowed or (allowed == "GET" and method == "HEAD"):
                 continue
             answer = await fetch(server.app, method, path)
             assert answer.status == 405, method
@@ -468,7 +468,7 @@ async def test_health_and_metrics_are_json(server: Server) -> None:
 
 @pytest.mark.parametrize(
     ("word", "value", "reason"),
-    [("draining", 1, "shutting down"), ("scheduler_ready", 0, "reopened"), ("heartbeat_ns", 0, "no progress")],
+    [("draining", 1, "shutting down"), ("scheduler_ready", 0, "opens its backend"), ("heartbeat_ns", 0, "no progress")],
 )
 @in_loop
 async def test_while_the_engine_cannot_serve(server: Server, word: str, value: int, reason: str) -> None:

@@ -324,6 +324,7 @@ async def test_the_loop_collects_when_the_doorbell_rings(worker: Worker) -> None
     for count in range(1, 4):
         worker.steps(1)
         await until(lambda count=count: client.send.body.count(b"\n") == count, "a chunk a step")
+        assert not worker.small.bells[LANE].wait(0), "heard, so that the loop sleeps again"
     await client.stream.ended
     client.assert_got_all()
     worker.collector.stop(loop)
@@ -394,6 +395,8 @@ async def test_a_cancel_after_the_end_does_not_touch_the_slots_next_request() ->
         slow = narrow.submit(1, 3)
         slow.send.stall()
         narrow.run()
+        narrow.collector.cancel(slow.stream)
+        assert narrow.segment.slots[0]["cancelled"] == 0, "the slot is free: it may be anybody's"
         other = narrow.submit(1, 5)
         narrow.steps(1)
         narrow.collector.collect()

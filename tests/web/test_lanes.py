@@ -96,9 +96,26 @@ def test_a_death_rings_a_scheduler_that_sleeps_once() -> None:
         assert arm_scheduler(small.segment.address) == 1
         book.release(process)
         assert bell.wait(0)
+        small.step()
+        assert arm_scheduler(small.segment.address) == 1
         book.release(process)
         assert not bell.wait(0), "a second notice of the same death says nothing"
         assert small.segment.lanes[0]["dead_generation"] == 1
+        bell.close()
+
+
+def test_a_second_notice_does_not_hide_the_death_of_the_next_holder() -> None:
+    with small_engine(workers=1) as small:
+        book, bell = a_book(small)
+        first, second = Process(7), Process(8)
+        book.assign(first, {7: first})
+        book.release(first)
+        small.step()
+        assert book.assign(second, {8: second}) == LaneHolder(0, 2)
+        book.release(second)
+        book.release(first)
+        small.step()
+        assert small.segment.lanes[0]["reaped_generation"] == 2
         bell.close()
 
 

@@ -267,6 +267,12 @@ def test_what_is_no_json_object(body: bytes) -> None:
     assert "body" in problem.message
 
 
+def test_an_empty_body_is_shown_what_to_send() -> None:
+    message = rejected(b"").message
+    assert message.startswith("the body is empty; send JSON such as ")
+    assert parse_request(message.partition("such as ")[2].encode(), 8192, 0).max_new_tokens == 64
+
+
 @pytest.mark.parametrize("opening", [b"[", b'{"x":', b'[{"x":'])
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_nested_a_hundred_thousand_deep(opening: bytes, *, is_closed: bool) -> None:

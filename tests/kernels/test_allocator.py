@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ironbatch.kernels.blocks import (
+from ironbatch.kernels.allocator import (
     NO_ROOM,
     NOTHING_TO_COPY,
     TARGET_IN_USE,
