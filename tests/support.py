@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from hypothesis import Phase, settings
 from numpy.typing import NDArray
 
 from ironbatch import layout
@@ -31,6 +32,12 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0, what: str 
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come true within {timeout_s} s"
         time.sleep(0.001)
+
+
+def machine_settings(max_examples: int, stateful_step_count: int) -> settings:
+    """For a state machine. Its failures are not explained, since that traces every line and can take minutes."""
+    phases = [phase for phase in Phase if phase is not Phase.explain]
+    return settings(max_examples=max_examples, stateful_step_count=stateful_step_count, phases=phases)
 
 
 def small_config(**options: Any) -> Config:

@@ -23,7 +23,7 @@ def create_backend(config: Config) -> Backend:
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=config.backend):
         try:
             backend = entry.load()(config)
-        except Exception as problem:
+        except (Exception, SystemExit) as problem:  # a script may be named by mistake
             reason = " ".join(f"{type(problem).__name__}: {problem}".split())  # one line, whatever it says
             raise StartError(f"backend {config.backend} ({entry.value}): {reason}") from problem
         if not isinstance(backend, Backend):

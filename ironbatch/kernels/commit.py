@@ -47,6 +47,8 @@ from ironbatch.kernels.state import (
     open_state,
 )
 
+INVALID_OUTPUT = -1
+
 METRIC_TOKENS = layout.word(layout.METRICS, "tokens_generated")
 METRIC_STEPS = layout.word(layout.METRICS, "steps")
 METRIC_PREFILL = layout.word(layout.METRICS, "prefill_tokens")
@@ -110,6 +112,8 @@ def set_gauges(state, shared):
 def commit(state_address, segment_address):
     """Commit the executed plan. Returns the number of workers to wake (their lanes stand in `wakes`).
 
+    Returns INVALID_OUTPUT, with nothing changed, if a row emitted more than the backend may: no row could be trusted.
+
     Reads output_counts[row] tokens a row from output_tokens, in row order, and output_finish[row], a finish reason
     that the backend itself decided on. A row that emits nothing keeps its place: its last position is computed again.
     """
@@ -118,6 +122,9 @@ def commit(state_address, segment_address):
     eos = state.header[EOS_TOKEN_ID]
     stride = shared.header[TOKEN_ROW_TOKENS]
     most = state.header[TOKENS_PER_STEP]
+    for k in range(state.header[ROW_COUNT]):
+        if state.output_counts[k] < 0 or state.output_counts[k] > most:
+            return INVALID_OUTPUT
     cursor = 0
     generated = 0
     finished = 0
@@ -127,7 +134,7 @@ def commit(state_address, segment_address):
         sequence = state.rows[row + ROW_SEQUENCE]
         fields = sequence * SEQUENCE_WORDS
         reason = state.output_finish[k]
-        count = min(max(state.output_counts[k], 0), most)  # a plug-in's slip must not read past the output
+        count = state.output_counts[k]
         if state.rows[row + ROW_EMITS] == 0 and reason == layout.FINISH_NONE:
             state.sequences[fields + COMPUTED] = state.rows[row + ROW_CONTEXT]
             cursor += count

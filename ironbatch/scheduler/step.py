@@ -11,7 +11,7 @@ from ironbatch.backends.base import Backend, BatchPlan, EngineLimits, KVGeometry
 from ironbatch.clock import Clock
 from ironbatch.config import Config
 from ironbatch.errors import BackendLost, RequestError
-from ironbatch.kernels.commit import announce, commit
+from ironbatch.kernels.commit import INVALID_OUTPUT, announce, commit
 from ironbatch.kernels.intake import drain, end_one, end_plan, preempt_all, rebuild
 from ironbatch.kernels.plan import plan
 from ironbatch.kernels.state import FORGET_COUNT, Geometry, StateArena
@@ -98,11 +98,11 @@ class Scheduler:
             output = self._backend.execute(batch)
             if output is not batch.output:
                 self._copy_output(output, count)
+            wakes = self._commit(count)
         except Exception as problem:  # a backend's fault must not end the server
             self._execute_failed(problem)
-            self._wake(announce(state, shared))
-            return int(count)
-        self._wake(commit(state, shared))
+            wakes = announce(state, shared)
+        self._wake(wakes)
         return int(count)
 
     def close(self) -> None:
@@ -128,6 +128,14 @@ class Scheduler:
         mine.counts[:count] = output.counts[:count]
         mine.token_ids[:total] = output.token_ids[:total]
         mine.finish_reasons[:count] = output.finish_reasons[:count]
+
+    def _commit(self, count: int) -> int:
+        wakes = int(commit(*self._addresses))
+        if wakes != INVALID_OUTPUT:
+            return wakes
+        counts, most = self._plan.output.counts[:count], self.arena.geometry.tokens_per_step
+        row = int(np.argmax((counts < 0) | (counts > most)))
+        raise ValueError(f"the backend emitted {counts[row]} tokens for row {row}; its max_tokens_per_step is {most}")
 
     def _execute_failed(self, problem: Exception) -> None:
         state, shared = self._addresses

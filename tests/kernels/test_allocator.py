@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -17,6 +16,7 @@ from ironbatch.kernels.allocator import (
     blocks_reserve,
 )
 from tests import oracle
+from tests.support import machine_settings
 
 SEQUENCES = 5
 MAX_TOKENS = 40
@@ -88,7 +88,7 @@ class BlockMachine(RuleBasedStateMachine):
             assert self.blocks.free_count == self.pool.num_blocks
 
 
-BlockMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+BlockMachine.TestCase.settings = machine_settings(max_examples=80, stateful_step_count=40)
 TestBlocks = BlockMachine.TestCase
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -19,7 +18,7 @@ from ironbatch.kernels.lanes import (
 )
 from ironbatch.shm.segment import Segment
 from tests import oracle
-from tests.support import SmallEngine, small_config, small_engine
+from tests.support import SmallEngine, machine_settings, small_config, small_engine
 
 LARGEST = 2**62
 
@@ -63,7 +62,7 @@ class LaneMachine(RuleBasedStateMachine):
             self.segment.close()
 
 
-LaneMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50)
+LaneMachine.TestCase.settings = machine_settings(max_examples=60, stateful_step_count=50)
 TestLane = LaneMachine.TestCase
 
 

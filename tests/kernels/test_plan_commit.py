@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -14,7 +13,7 @@ from ironbatch.backends.base import BatchLimits, BatchPlan
 from ironbatch.config import Config
 from ironbatch.errors import BackendLost
 from tests import oracle
-from tests.support import ScriptedBackend, SmallEngine, Stream, small_config
+from tests.support import ScriptedBackend, SmallEngine, Stream, machine_settings, small_config, small_engine
 
 EOS = 9
 REASONS = {
@@ -150,8 +149,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
-            self._drain()
-            self.engine.close()
+            try:
+                self._drain()
+            finally:
+                self.engine.close()
 
     def _drain(self) -> None:
         """Whatever has happened, all that is left comes to its end, and nothing stays held."""
@@ -162,5 +163,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.assert_nothing_held()
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+SchedulerMachine.TestCase.settings = machine_settings(max_examples=100, stateful_step_count=50)
 TestScheduler = SchedulerMachine.TestCase
+
+
+def test_nobody_is_admitted_into_a_pool_that_has_just_run_out() -> None:
+    """The newcomer would fit into what the preempted has left over, which the next step's decodes may need."""
+    with small_engine(ScriptedBackend, total_kv_blocks=6, kv_block_size=2) as engine:
+        worker = engine.worker()
+        senior = worker.submit(3, 9, arrival_ns=1)
+        junior = worker.submit(7, 5, arrival_ns=2)
+        engine.step()
+        assert engine.gauge("free_count") == 0
+        newcomer = worker.submit(1, 2, arrival_ns=3, priority=-8)
+        engine.step()  # the senior takes one of the junior's four blocks
+        assert engine.running() == [senior.slot]
+        assert engine.waiting() == [newcomer.slot, junior.slot]
+        assert engine.gauge("free_count") == 3
+        engine.step()
+        assert engine.running() == [newcomer.slot, senior.slot]

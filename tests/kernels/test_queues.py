@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -10,6 +9,7 @@ from ironbatch.kernels import queues
 from ironbatch.kernels.jit import kernel
 from ironbatch.kernels.state import STATUS_NONE, STATUS_RUNNING, STATUS_WAITING, Geometry, StateArena, open_state
 from ironbatch.limits import PRIORITY_CLASSES
+from tests.support import machine_settings
 
 SEQUENCES = 8
 
@@ -159,5 +159,5 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.arena.views["forget"][:count].tolist() == self.forgotten
 
 
-QueueMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=50)
+QueueMachine.TestCase.settings = machine_settings(max_examples=80, stateful_step_count=50)
 TestQueues = QueueMachine.TestCase

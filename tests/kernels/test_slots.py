@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -23,7 +22,7 @@ from ironbatch.kernels.slots import (
     slots_settle,
 )
 from ironbatch.shm.segment import Segment
-from tests.support import small_config, small_engine
+from tests.support import machine_settings, small_config, small_engine
 
 NUM_SLOTS = 5
 LANES = 2
@@ -162,7 +161,7 @@ class SlotMachine(RuleBasedStateMachine):
             self.segment.close()
 
 
-SlotMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50)
+SlotMachine.TestCase.settings = machine_settings(max_examples=60, stateful_step_count=50)
 TestSlot = SlotMachine.TestCase
 
 

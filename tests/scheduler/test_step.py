@@ -342,6 +342,29 @@ def test_backend_may_hand_in_an_output_of_its_own() -> None:
         assert_complete(*streams)
 
 
+@pytest.mark.parametrize("count", [-1, 2, 10**6])
+def test_a_count_out_of_range_ends_the_plan_and_gives_no_row_anothers_tokens(count: int) -> None:
+    with small_engine(MockLike) as engine:
+        worker = engine.worker()
+        streams = submit_many(worker, 3)
+        engine.step()
+
+        real = engine.backend.execute
+
+        def execute(plan: BatchPlan) -> StepOutput:
+            output = real(plan)
+            output.counts[1] = count
+            return output
+
+        engine.backend.execute = execute  # type: ignore[method-assign]
+        engine.step()
+        engine.backend.execute = real  # type: ignore[method-assign]
+        worker.collect()
+        assert [stream.error_code for stream in streams] == [layout.ERROR_BACKEND] * 3
+        assert all(stream.token_ids == stream.expected_token_ids(1) for stream in streams)
+        engine.assert_nothing_held()
+
+
 @pytest.mark.parametrize(
     "output",
     [
