@@ -1,7 +1,6 @@
 """One request over HTTP: sent, its stream checked and timed, its failure named."""
 
 import asyncio
-from types import SimpleNamespace
 from typing import Final, Self
 
 import aiohttp
@@ -41,7 +40,8 @@ class GenerateClient:
     """Sends POST {url}/generate of one shape over connections that are kept. Needs a running event loop.
 
     `timeout_s` is how long a request may go without progress: until it is connected, and from then on until the
-    answer's next bytes. Proxies, cookies and redirects play no part, and nothing is sent twice.
+    answer's next bytes. Proxies, cookies and redirects play no part, and nothing is sent twice (aiohttp repeats
+    idempotent requests only). To be left with `async with`.
     """
 
     def __init__(
@@ -62,9 +62,8 @@ class GenerateClient:
         self._was_reached = False
         self._expected = ExpectedStream(max_new_tokens)
         self._body = b'{"prompt_tokens":%d,"max_new_tokens":%d}' % (prompt_tokens, max_new_tokens)
-        tracing = aiohttp.TraceConfig()
-        tracing.on_connection_create_end.append(self._on_connected)
-        tracing.on_connection_reuseconn.append(self._on_connected)
+        self._reading: set[aiohttp.ClientResponse] = set()
+        self._end_abandoned_bodies()  # none yet, but it sets the timer
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),  # closed_loop limits what is in flight
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -73,15 +72,15 @@ class GenerateClient:
                 "content-type": "application/json",
                 "user-agent": "ironbatch-bench",
             },
-            timeout=aiohttp.ClientTimeout(total=None, connect=timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None, connect=timeout_s, sock_read=timeout_s),
             auto_decompress=False,
-            trace_configs=[tracing],
         )
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._timer.cancel()
         await self._session.close()
 
     async def generate(self) -> Failure | None:
@@ -103,32 +102,30 @@ class GenerateClient:
         return failure
 
     async def _exchange(self, stream: "_MeasuredStream") -> Failure | None:
-        """Send the request and read its answer.
-
-        The deadline stands in for aiohttp's `sock_read`, at the same cost: at a malformed chunk, aiohttp 3.14 drops
-        its own together with the connection, and lets the reader of the stream wait for ever.
-        """
-        async with (
-            asyncio.timeout(None) as deadline,  # aiohttp's own until there is a connection
-            self._session.post(
-                self._endpoint, data=self._body, allow_redirects=False, trace_request_ctx=deadline
-            ) as response,
-        ):
-            if response.status != STATUS_OK:
-                return await _status_failure(response)
-            while data := await response.content.readany():
-                stream.receive(data)
-                self._put_off(deadline)
+        """Send the request and read its answer."""
+        async with self._session.post(self._endpoint, data=self._body, allow_redirects=False) as response:
+            self._was_reached = True
+            self._reading.add(response)
+            try:
+                if response.status != STATUS_OK:
+                    return await _status_failure(response)
+                while data := await response.content.readany():
+                    stream.receive(data)
+            finally:
+                self._reading.discard(response)
             stream.end()
         return None
 
-    async def _on_connected(self, _: object, context: SimpleNamespace, __: object) -> None:
-        """There is a connection, new or kept, for the request that `context` belongs to."""
-        self._was_reached = True
-        self._put_off(context.trace_request_ctx)
+    def _end_abandoned_bodies(self) -> None:
+        """Wake those who read a body that aiohttp has given up, every `timeout_s`.
 
-    def _put_off(self, deadline: asyncio.Timeout) -> None:
-        deadline.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+        At a malformed chunk, aiohttp 3.14 closes the connection, which ends `sock_read` too, and tells no reader.
+        """
+        for response in self._reading:
+            connection, content = response.connection, response.content
+            if connection is not None and connection.transport is None and content.exception() is None:
+                content.set_exception(StreamFault(BAD_HTTP, "a chunk of the body is malformed"))
+        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end_abandoned_bodies)
 
     def _connect_failure(self, error: Exception) -> Failure | None:
         """Name `error`, if it says that no connection came about."""
@@ -148,6 +145,7 @@ class GenerateClient:
 
     def _network_failure(self, error: Exception, tokens: int) -> Failure:
         """Name what went wrong on a connection."""
+        self._was_reached = True  # though there was no answer
         match error:
             case TimeoutError():
                 return Failure(TIMED_OUT, f"{tokens} tokens, then nothing for {self._timeout_s:g} s")
@@ -226,6 +224,6 @@ async def _read_error_body(content: aiohttp.StreamReader) -> bytes:
     try:
         while len(body) <= MAX_ERROR_BODY_BYTES and (data := await content.readany()):
             body += data
-    except (aiohttp.ClientError, OSError):
+    except (aiohttp.ClientError, OSError, StreamFault):
         pass
     return body

@@ -62,7 +62,7 @@ def _bucket_middle_ns(index: int) -> float:
 class Failure:
     """Why one request failed. Failures are counted by `name`; `detail` tells of this one.
 
-    `unreachable` says that no connection has come about, neither for this request nor for any before.
+    `unreachable` says that no connection came about, neither for this request nor for any that was over before.
     """
 
     name: str

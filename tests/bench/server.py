@@ -12,6 +12,8 @@ from ironbatch.bench.measure import Measurements
 from ironbatch.clock import Clock, MonotonicClock
 
 DEADLINE_S = 30.0
+CLOSING_HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\n"
+CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 class Exchange:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import time as real_time
@@ -188,6 +189,40 @@ def test_those_that_die_young_are_followed_ever_more_slowly(
         assert len(stubs.pids) == deaths + 1
         assert keeper.due_in_s() is None
     keeper.stop()
+
+
+def test_one_death_is_nobodys_business_but_a_storm_is_told(
+    keeper: SchedulerKeeper, stubs: Stubs, time: FakeTime, engine: Engine
+) -> None:
+    header = engine.segment.header
+    keeper.start()
+    for must_tell in (False, True):
+        header["scheduler_ready"] = 1  # as the scheduler does
+        stubs.kill()
+        keeper.look()
+        assert bool(header["scheduler_ready"]) is not must_tell
+    time.sleep(10)
+    keeper.look()
+    assert not keeper.cannot_start
+
+
+def test_a_fork_that_fails_is_tried_again(
+    keeper: SchedulerKeeper, stubs: Stubs, time: FakeTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper.start()
+    stubs.kill()
+
+    def no_fork(*_: object) -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process_module, "fork_scheduler", no_fork)
+        keeper.look()
+    assert len(stubs.pids) == 1
+    assert keeper.due_in_s() == BACKOFF_MAX_S
+    time.sleep(BACKOFF_MAX_S)
+    keeper.look()
+    assert len(stubs.pids) == 2
 
 
 def test_one_that_lived_long_is_followed_at_once_whatever_was_before(

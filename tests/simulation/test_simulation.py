@@ -10,6 +10,7 @@ import hashlib
 import os
 import random
 import secrets
+import select
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,12 +175,20 @@ class Simulation:
             self.engine.start_scheduler()
             self.engine.check()
             return
-        if count == 0:  # the scheduler would now sleep
-            assert (self.engine.gauge("running_count"), self.engine.gauge("waiting_count")) == (0, 0)
+        if count == 0:
+            self._check_rest()
         self.counts["sequence steps"] += count
         self.counts["preemptions"] += self.engine.gauge("preempted_count")
         assert self.engine.gauge("plan_tokens") <= self.engine.config.max_batch_tokens
         self._revive()
+
+    def _check_rest(self) -> None:
+        """The scheduler would now sleep: nothing is left to do, and whoever has not seen its stream's end is rung."""
+        assert (self.engine.gauge("running_count"), self.engine.gauge("waiting_count")) == (0, 0)
+        descriptors = {lane: self.engine.bells[lane].descriptor for lane, worker in self.workers.items() if worker}
+        rung, _, _ = select.select(descriptors.values(), [], [], 0)
+        for lane, descriptor in descriptors.items():
+            assert descriptor in rung or not self.workers[lane].streams, f"worker {lane} was not woken"
 
     def _collect(self) -> None:
         """A worker looks when its bell has rung, if it has the time, and only then."""
