@@ -26,13 +26,20 @@ serve: $(VENV)/.runtime
 	@exec $(BIN)/ironbatch serve $(ARGS)
 
 # The second leg runs the kernels with bounds checking. Its compiled code is kept apart: numba would mix them. test_jit is
-# about the cache, in processes with settings of their own, so once is enough.
+# about the cache, in processes with settings of their own, so once is enough. It runs beside the first, which mostly
+# waits for servers; its output comes after it.
 test: $(VENV)/.dev
-	@echo "== all tests"
-	@$(BIN)/pytest --quiet $(PYTEST_ARGS)
-	@echo "== the kernels again, with bounds checking"
+	@mkdir -p .cache
 	@NUMBA_BOUNDSCHECK=1 IRONBATCH_CACHE_DIR='$(CURDIR)/.cache/boundscheck' \
-	    $(BIN)/pytest --quiet --ignore tests/kernels/test_jit.py tests/kernels
+	    $(BIN)/pytest --quiet --ignore tests/kernels/test_jit.py -p no:cacheprovider tests/kernels \
+	    >.cache/boundscheck.log 2>&1 & checked=$$!; \
+	trap "kill $$checked 2>/dev/null" INT TERM; \
+	echo "== all tests"; \
+	$(BIN)/pytest --quiet $(PYTEST_ARGS); first=$$?; \
+	wait $$checked; second=$$?; \
+	echo "== the kernels again, with bounds checking"; \
+	cat .cache/boundscheck.log; \
+	exit $$((first ? first : second))
 
 test-races: $(VENV)/.dev
 	@for round in $$(seq $(N)); do \

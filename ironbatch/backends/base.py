@@ -83,7 +83,7 @@ class BatchPlan:
 
     rows: structured, one a sequence: `sequence` (id), `first_position`, `new_tokens`, `context_tokens` (positions
         first_position <= p < context_tokens are computed now), `emits` (1: the next token comes after it),
-        `token_offset`, `prompt_tokens`, `produced_tokens`. Rows of one new token (decodes) come first, then prefills.
+        `token_offset`, `prompt_tokens`, `produced_tokens`. Decodes come first, then prefill chunks.
     token_ids, positions: int32[new tokens of all rows]; row r owns token_offset <= i < token_offset + new_tokens.
     kv_slot_mapping: int64[new tokens], where each new token's KV goes: block id x block size + offset.
     output: the preset `StepOutput` to fill and return.

@@ -31,7 +31,7 @@ from ironbatch.limits import PRIORITY_CLASSES
 
 SOUND = 0
 VIOLATIONS = {
-    1: "the free list holds a block id outside the pool",
+    1: "the free list holds a block id outside the pool, or more ids than there are",
     2: "the free list holds a block twice",
     3: "a free block has references",
     4: "a block table holds a block id outside the pool",
@@ -52,6 +52,8 @@ def audit_blocks(state, seen):
     """Free list, reference counts and block tables, from each other. `seen`: int32[num_blocks], scratch."""
     num_blocks = state.header[NUM_BLOCKS]
     seen[:] = 0
+    if not 0 <= state.header[FREE_COUNT] <= num_blocks:
+        return 1
     for k in range(state.header[FREE_COUNT]):
         block = state.free_blocks[k]
         if block < 0 or block >= num_blocks:

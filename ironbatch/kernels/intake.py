@@ -255,9 +255,9 @@ def end_plan(state_address, segment_address, error_code):
 
 @kernel("int64(intp, intp, int64)")
 def preempt_all(state_address, segment_address, resumable):
-    """The backend has lost all its state: preempt whoever runs. As in `rebuild`, some of them may have to end.
+    """The backend has lost all its state: preempt whoever runs. As in `rebuild`, who has begun may have to end.
 
-    Returns how many were preempted.
+    Returns how many ran.
     """
     state = open_state(state_address)
     shared = open_shared(segment_address)
@@ -265,8 +265,10 @@ def preempt_all(state_address, segment_address, resumable):
     state.header[ROW_COUNT] = 0
     count = 0
     while state.header[RUNNING_COUNT] > 0:
-        sequence = preempt_newest(state)
+        preempt_newest(state, shared)
         count += 1
-        if resumable == 0 and state.sequences[sequence * SEQUENCE_WORDS + PRODUCED] > 0:
+    for sequence in range(shared.header[NUM_SLOTS] if resumable == 0 else 0):
+        row = sequence * SEQUENCE_WORDS
+        if state.sequences[row + STATUS] == STATUS_WAITING and state.sequences[row + PRODUCED] > 0:
             end_sequence(state, shared, sequence, layout.FINISH_ERROR, layout.ERROR_LOST)
     return count

@@ -15,8 +15,6 @@ from ironbatch.kernels.jit import inline, kernel, subroutine
 from ironbatch.kernels.queues import END, dequeue, first_waiting, insert_running, preempt_newest
 from ironbatch.kernels.shared import (
     IN_DEVICE_CALL,
-    SLOT_PREEMPTIONS,
-    SLOT_WORDS,
     STEP_STARTED_NS,
     TOKEN_ROW_TOKENS,
     open_shared,
@@ -34,7 +32,6 @@ from ironbatch.kernels.state import (
     PLAN_DECODES,
     PLAN_TOKENS,
     PREEMPTED_COUNT,
-    PREEMPTIONS,
     PRODUCED,
     PROMPT,
     ROW_CONTEXT,
@@ -55,8 +52,6 @@ from ironbatch.kernels.state import (
     open_plan_tokens,
     open_state,
 )
-
-METRIC_PREEMPTIONS = layout.word(layout.METRICS, "preemptions")
 
 
 @inline
@@ -89,10 +84,8 @@ def make_room(state, shared, sequence, wanted):
     """Preempt from the junior end until `sequence` can hold `wanted` blocks. Returns 0 if it was preempted itself."""
     missing = wanted - state.sequences[sequence * SEQUENCE_WORDS + BLOCKS]
     while state.header[FREE_COUNT] < missing:
-        victim = preempt_newest(state)
+        victim = preempt_newest(state, shared)
         state.header[PREEMPTED_COUNT] += 1
-        shared.metrics[METRIC_PREEMPTIONS] += 1
-        shared.slots[victim * SLOT_WORDS + SLOT_PREEMPTIONS] = state.sequences[victim * SEQUENCE_WORDS + PREEMPTIONS]
         if victim == sequence:
             return 0
     return 1

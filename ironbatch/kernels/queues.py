@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ironbatch import layout
 from ironbatch.kernels.blocks import release_blocks
 from ironbatch.kernels.jit import inline, subroutine
+from ironbatch.kernels.shared import SLOT_PREEMPTIONS, SLOT_WORDS
 from ironbatch.kernels.state import (
     COMPUTED,
     FORGET_COUNT,
@@ -20,6 +22,8 @@ from ironbatch.kernels.state import (
     WAITING_COUNT,
 )
 from ironbatch.limits import PRIORITY_CLASSES
+
+METRIC_PREEMPTIONS = layout.word(layout.METRICS, "preemptions")
 
 END = -1
 
@@ -128,11 +132,12 @@ def note_forget(state, sequence):
 
 
 @subroutine
-def preempt_newest(state):
+def preempt_newest(state, shared):
     """Preempt the least senior running sequence by recompute: its blocks are free, it waits at its old place.
 
     Returns the sequence.
     """
+    shared.metrics[METRIC_PREEMPTIONS] += 1
     count = state.header[RUNNING_COUNT] - 1
     victim = state.running[count]
     state.header[RUNNING_COUNT] = count
@@ -140,6 +145,7 @@ def preempt_newest(state):
     row = victim * SEQUENCE_WORDS
     state.sequences[row + COMPUTED] = 0
     state.sequences[row + PREEMPTIONS] += 1
+    shared.slots[victim * SLOT_WORDS + SLOT_PREEMPTIONS] = state.sequences[row + PREEMPTIONS]
     note_forget(state, victim)
     enqueue(state, victim)
     return victim

@@ -113,6 +113,8 @@ def forgotten_blocks(arena: StateArena) -> None:
 FAULTS: dict[str, tuple[int, Callable[[StateArena], None]]] = {
     "negative id in the free list": (1, in_view("free_blocks", 0, -1)),
     "id past the pool in the free list": (1, in_view("free_blocks", 0, NUM_BLOCKS)),
+    "more free ids than blocks": (1, in_header(free_count=NUM_BLOCKS + 1)),
+    "negative number of free ids": (1, in_header(free_count=-1)),
     "double free": (2, double_free),
     "free block with a reference": (3, in_view("refcounts", NUM_BLOCKS - 1, 1)),
     "negative id in a table": (4, in_view("block_tables", (1, 0), -1)),

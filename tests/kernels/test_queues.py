@@ -7,9 +7,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ironbatch.kernels import queues
 from ironbatch.kernels.jit import kernel
+from ironbatch.kernels.shared import open_shared
 from ironbatch.kernels.state import STATUS_NONE, STATUS_RUNNING, STATUS_WAITING, Geometry, StateArena, open_state
 from ironbatch.limits import PRIORITY_CLASSES
-from tests.support import machine_settings
+from ironbatch.shm.segment import Segment
+from tests.support import machine_settings, small_config
 
 SEQUENCES = 8
 
@@ -43,18 +45,23 @@ def remove_running(address, sequence):
     return 0
 
 
-@kernel("int64(intp)")
-def preempt_newest(address):
-    return queues.preempt_newest(open_state(address))
+@kernel("int64(intp, intp)")
+def preempt_newest(address, segment_address):
+    return queues.preempt_newest(open_state(address), open_shared(segment_address))
 
 
 class QueueMachine(RuleBasedStateMachine):
     """Eight sequences, each idle, waiting or running; each time it waits anew it may have another seniority."""
 
+    def teardown(self) -> None:
+        if hasattr(self, "segment"):
+            self.segment.close()
+
     @initialize()
     def start(self) -> None:
         self.arena = StateArena(Geometry(SEQUENCES, 1, 8, 4, 32, SEQUENCES, 16))
         self.address = self.arena.address
+        self.segment = Segment.create(small_config(max_running_seqs=SEQUENCES, max_queued_requests=0), 0)
         self.records = self.arena.views["sequences"]
         self.idle = set(range(SEQUENCES))
         self.waiting: set[int] = set()
@@ -112,7 +119,7 @@ class QueueMachine(RuleBasedStateMachine):
         victim = max(self.running, key=self._seniority)
         self.records[victim]["computed_tokens"] = 5
         self.preemptions[victim] += 1
-        assert preempt_newest(self.address) == victim
+        assert preempt_newest(self.address, self.segment.address) == victim
         self.running.remove(victim)
         self.waiting.add(victim)
         self.forgotten.append(victim)

@@ -108,6 +108,23 @@ def test_lost_backend_that_is_not_resumable_ends_what_it_has_begun_to_emit_and_n
         assert engine.segment.metrics[0]["sequences_failed"] == len(emitting)
 
 
+def test_lost_backend_that_is_not_resumable_ends_those_too_that_were_preempted_after_they_had_begun() -> None:
+    with small_engine(NotResumable, total_kv_blocks=4, max_batch_tokens=32) as engine:
+        worker = engine.worker()
+        senior = worker.submit(6, 9, arrival_ns=1, seed=1)
+        junior = worker.submit(6, 9, arrival_ns=2, seed=2)
+        while not engine.segment.metrics[0]["preemptions"]:
+            engine.step()
+        assert engine.running() == [senior.slot]
+        engine.backend.script = fail_with(BackendLost("unplugged"))
+        engine.step()
+        worker.collect()
+        for stream in (senior, junior):
+            assert (stream.reason, stream.error_code) == (layout.FINISH_ERROR, layout.ERROR_LOST)
+            assert stream.token_ids
+        engine.assert_nothing_held()
+
+
 def test_backend_that_cannot_be_reopened_is_tried_again_while_everything_else_goes_on() -> None:
     with small_engine(MockLike) as engine:
         worker = engine.worker()
