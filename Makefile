@@ -18,7 +18,7 @@ help:
 	@echo "make lint             format, lint, types and floors, without changing a file"
 	@echo "make format           rewrite the code in the house's format"
 	@echo "make env              only make the environment, $(VENV)"
-	@echo "make clean            remove the environment and all caches"
+	@echo "make clean            remove the environment and what the tools have cached here"
 	@echo "PYTHON=python3.12     with any of them: the interpreter to make the environment with ($(PYTHON_VERSIONS))"
 
 # The server replaces the shell, so that Ctrl-C and SIGTERM reach it and nothing else has to pass them on.

@@ -23,6 +23,8 @@ from ironbatch.limits import quoted
 _PRECEDENCE: Final = (
     "Each option is also an environment variable, named with it; a flag outranks its variable, and an empty"
     " variable counts as unset. `ironbatch check-config` shows what would run, and where each value comes from."
+    " One variable is no option: IRONBATCH_CACHE_DIR says where compiled kernels are kept (default:"
+    " ~/.cache/ironbatch)."
 )
 _NOT_OPTIONS: Final = frozenset({"command", "json"})
 

@@ -147,7 +147,7 @@ METRICS = _table(
         ("preemptions", "<i8"),
         ("sequences_aborted", "<i8"),
         ("sequences_failed", "<i8"),
-        ("rebuilds", "<i8"),
+        ("scheduler_starts", "<i8"),
     ),
     # Gauges of the scheduler.
     (("running", "<i8"), ("waiting", "<i8"), ("kv_blocks_free", "<i8"), ("kv_blocks_total", "<i8")),
@@ -157,7 +157,8 @@ METRICS = _table(
         ("requests_completed", "<i8"),
         ("requests_cancelled", "<i8"),
         ("requests_failed", "<i8"),
-        ("requests_rejected", "<i8"),
+        ("requests_rejected", "<i8"),  # the client's fault
+        ("requests_unavailable", "<i8"),  # the moment's: queue full, engine not up
         ("tokens_delivered", "<i8"),
         ("chunks_delivered", "<i8"),
     ),

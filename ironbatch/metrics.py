@@ -24,13 +24,14 @@ _SCHEDULER_VALUES = (
     "decode_tokens",
     "sequences_aborted",
     "sequences_failed",
-    "rebuilds",
+    "scheduler_starts",
 )
 _WORKER_COUNTERS = (
     "requests_received",
     "requests_cancelled",
     "requests_failed",
     "requests_rejected",
+    "requests_unavailable",
     "tokens_delivered",
     "chunks_delivered",
 )

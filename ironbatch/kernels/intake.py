@@ -68,7 +68,7 @@ from ironbatch.limits import PRIORITY_CLASSES, PRIORITY_MIN
 
 METRIC_ABORTED = layout.word(layout.METRICS, "sequences_aborted")
 METRIC_FAILED = layout.word(layout.METRICS, "sequences_failed")
-METRIC_REBUILDS = layout.word(layout.METRICS, "rebuilds")
+METRIC_STARTS = layout.word(layout.METRICS, "scheduler_starts")
 
 
 @inline
@@ -197,7 +197,7 @@ def rebuild(state_address, segment_address, resumable):
     state = open_state(state_address)
     shared = open_shared(segment_address)
     shared.header[IN_DEVICE_CALL] = 0
-    shared.metrics[METRIC_REBUILDS] += 1
+    shared.metrics[METRIC_STARTS] += 1
     for slot in range(shared.header[NUM_SLOTS]):
         row = slot * SLOT_WORDS
         owner = load_acquire(shared.slots, row + OWNER)

@@ -66,6 +66,11 @@ def _can_write(directory: Path) -> bool:
     return True
 
 
+def is_compiled(module: str) -> bool:
+    """Whether the cache has code of a kernel module, such as `ironbatch.kernels.plan`."""
+    return any(_directory.rglob(f"{module.rpartition('.')[2]}.*.nbi"))
+
+
 _directory = cache_directory()
 _is_cached = _can_write(_directory)
 numba.config.CACHE_DIR = str(_directory)

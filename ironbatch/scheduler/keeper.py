@@ -18,6 +18,9 @@ STEADY_S = 5.0
 
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 2.0
+STORM_DELAY_S = 0.4
+"""From this delay on new requests are refused instead of queued."""
+
 STOP_S = 2.0
 REAP_POLL_S = 0.005
 
@@ -47,7 +50,11 @@ class SchedulerKeeper:
 
     def warm_up(self) -> None:
         """Import the scheduler, which compiles its kernels or loads them from the cache: up to 25 s, or under 2."""
-        from ironbatch.scheduler import process  # noqa: F401, PLC0415  gunicorn starts meanwhile
+        from ironbatch.kernels import jit  # noqa: PLC0415  numba's import; gunicorn starts meanwhile
+
+        if not jit.is_compiled("ironbatch.kernels.intake"):
+            _log.info("compiling the kernels, for the first time or after a change; this takes a while")
+        from ironbatch.scheduler import process  # noqa: F401, PLC0415  likewise
 
     def start(self) -> None:
         """Fork a scheduler."""
@@ -104,7 +111,7 @@ class SchedulerKeeper:
         lived_s = time.monotonic() - self._started_s
         self._short_lives = 0 if lived_s >= STEADY_S else self._short_lives + 1
         delay_s = restart_delay_s(self._short_lives)
-        if delay_s > 0:  # no client notices one death; after several /health must say so, heart or no heart
+        if delay_s >= STORM_DELAY_S:  # no client notices a death or two; a storm /health must tell of
             header["scheduler_ready"] = 0
         _log.error("the scheduler ended with %s; the next starts in %.1f s", _described(exit_code), delay_s)
         self._restart_at_s = time.monotonic() + delay_s

@@ -123,6 +123,8 @@ class Scheduler:
 
     def _copy_output(self, output: StepOutput, count: int) -> None:
         """Take over an output that the backend has allocated itself."""
+        if not isinstance(output, StepOutput):
+            raise TypeError(f"the backend's execute returned {type(output).__name__}, not a StepOutput")
         mine = self._plan.output
         total = int(np.sum(output.counts[:count]))
         mine.counts[:count] = output.counts[:count]

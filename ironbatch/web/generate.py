@@ -51,8 +51,8 @@ class GenerateResource:
                 self._answer_without_tokens(request, resp)
                 return
             stream = self._collector.submit(request, way_out)
-        except RequestRejected:
-            self._counters["requests_rejected"] += 1
+        except RequestRejected as problem:
+            self._counters["requests_unavailable" if problem.retry_after_s else "requests_rejected"] += 1
             raise
         await self._follow(stream)
 

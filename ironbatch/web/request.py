@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,6 +28,17 @@ _WANTED = {
     "temperature": f"a number between 0 and {TEMPERATURE_MAX:g}",
     "top_p": "a number above 0 and at most 1",
     "top_k": "a whole number between 0 (off) and 2147483647",
+}
+
+
+_JSON_WORDS = {
+    "int": "a whole number",
+    "float": "a number with a fraction",
+    "bool": "true or false",
+    "str": "a string",
+    "null": "null",
+    "array": "a list",
+    "object": "an object",
 }
 
 
@@ -119,12 +131,20 @@ def _decode(body: bytes) -> _Body:
         message, _, path = str(problem).partition(" - at `$")
         field = path.strip("`.").partition("[")[0].partition(".")[0] or None
         if field is None:
-            raise _invalid(None, f"the body is not a JSON object of a request's fields: {message}") from None
-        raise _invalid(field, f"{field}: {message}; give {_WANTED.get(field, 'another value')}") from None
+            raise _invalid(None, f"the body {_found(message)}; send a JSON object of a request's fields") from None
+        raise _invalid(field, f"{field} {_found(message)}; give {_WANTED.get(field, 'another value')}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise _invalid(None, f"the body is not valid JSON: {problem}") from None
     except RecursionError:
         raise _invalid(None, "the body is not valid JSON for a request: it is nested too deeply") from None
+
+
+def _found(message: str) -> str:
+    """What msgspec has found, in JSON's words: its own are Python's."""
+    match = re.search(r"got `(\w+)`", message)
+    if match is None:
+        return f"has a {message[0].lower()}{message[1:]}" if message.startswith("Number") else f"is wrong ({message})"
+    return f"is {_JSON_WORDS.get(match[1], match[1])}"
 
 
 def _prompt_tokens(fields: _Body, max_request_tokens: int) -> int:

@@ -26,7 +26,7 @@ def health_problem(header: Any, now_ns: int) -> str | None:
     if header["draining"]:
         return "the engine is shutting down"
     if not header["scheduler_ready"]:
-        return "the scheduler is starting, or opens its backend"
+        return f"the scheduler is starting, or opens its backend (start {header['epoch']}); the server's log says more"
     silent_ns = now_ns - int(header["heartbeat_ns"])
     if silent_ns > int(header["longest_step_ns"]) + HEALTH_GRACE_NS:
         where = "in a call to its backend" if header["in_device_call"] else "outside its backend"

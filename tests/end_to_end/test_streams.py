@@ -103,7 +103,7 @@ def test_a_full_queue_is_503_with_retry_after() -> None:
             stream.close()
         metrics = server.wait_idle()
         assert metrics["requests_cancelled"] == 3
-        assert metrics["requests_rejected"] == 1
+        assert metrics["requests_unavailable"] == 1
 
 
 def test_a_client_that_goes_frees_its_blocks() -> None:

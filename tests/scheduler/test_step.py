@@ -601,7 +601,7 @@ def test_metrics_count_what_was_computed() -> None:
         assert metrics["decode_tokens"] == 6
         assert metrics["preemptions"] == metrics["sequences_aborted"] == metrics["sequences_failed"] == 0
         assert (metrics["running"], metrics["waiting"], metrics["kv_blocks_free"]) == (0, 0, 32)
-        assert (metrics["rebuilds"], metrics["kv_blocks_total"]) == (1, 32)
+        assert (metrics["scheduler_starts"], metrics["kv_blocks_total"]) == (1, 32)
 
 
 # -------------------------------------------------------------------------------------------------------------- wakes
@@ -656,7 +656,7 @@ def test_successor_takes_every_stream_over_wherever_it_stands(steps: int) -> Non
         assert engine.start_scheduler() == waiting
         engine.run(worker)
         assert_complete(*streams)
-        assert engine.segment.metrics[0]["rebuilds"] == 2
+        assert engine.segment.metrics[0]["scheduler_starts"] == 2
         engine.assert_nothing_held()
 
 

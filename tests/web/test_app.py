@@ -77,7 +77,7 @@ class Server:
         await until(lambda: (self.segment.slots["submitted"] > 0).sum() >= count, "the submission")
 
     def counts(self) -> dict[str, int]:
-        names = ("received", "completed", "cancelled", "failed", "rejected")
+        names = ("received", "completed", "cancelled", "failed", "rejected", "unavailable")
         return {name: int(self.metrics[f"requests_{name}"]) for name in names if self.metrics[f"requests_{name}"]}
 
     def close(self) -> None:
@@ -262,7 +262,7 @@ async def test_full_is_503_with_retry_after() -> None:
             again = server.generate(b'{"prompt_tokens": 2, "max_new_tokens": 3}')
             await server.finish(again)
             assert again.body == expected_lines(3)
-            assert server.counts() == {"received": 4, "completed": 3, "rejected": 1}
+            assert server.counts() == {"received": 4, "completed": 3, "unavailable": 1}
 
 
 # ---------------------------------------------------------------------------------------------------------- bodies
@@ -487,7 +487,7 @@ async def test_while_the_engine_cannot_serve(server: Server, word: str, value: i
         assert health.json["status"] == "unavailable"
         assert reason in health.json["reason"]
         assert (await fetch(server.app, "GET", "/metrics")).status == 200
-        assert server.counts() == {"received": 1, "rejected": 1}
+        assert server.counts() == {"received": 1, "unavailable": 1}
 
 
 @in_loop
