@@ -371,6 +371,7 @@ _MOCK_STEP_FIELDS: Final = tuple(inspect.signature(limits.mock_longest_step_ns).
 _RELATIONS: Final[tuple[tuple[tuple[str, ...], Callable[..., str | None]], ...]] = (
     (("max_running_seqs", "max_queued_requests"), limits.slots_problem),
     (("max_running_seqs", "max_queued_requests", "max_model_len"), limits.segment_problem),
+    (("max_model_len", "total_kv_blocks", "kv_block_size"), limits.request_problem),
     (("backend_url", "backend"), _backend_url_problem),
     (_MOCK_STEP_FIELDS, limits.mock_step_problem),
 )

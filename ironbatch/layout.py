@@ -150,7 +150,13 @@ METRICS = _table(
         ("scheduler_starts", "<i8"),
     ),
     # Gauges of the scheduler.
-    (("running", "<i8"), ("waiting", "<i8"), ("kv_blocks_free", "<i8"), ("kv_blocks_total", "<i8")),
+    (
+        ("running", "<i8"),
+        ("waiting", "<i8"),
+        ("kv_blocks_free", "<i8"),
+        ("kv_blocks_total", "<i8"),
+        ("requests_lost", "<i8"),  # a counter: submitted by a worker that died before their end
+    ),
     # Counters of a web worker.
     (
         ("requests_received", "<i8"),

@@ -58,7 +58,8 @@ def quoted(text: str) -> str:
 
 
 # One sequence
-MAX_MODEL_LEN: Final = Bound(1, 1_048_576)
+MIN_REQUEST_TOKENS: Final = 2  # a prompt token and an output token
+MAX_MODEL_LEN: Final = Bound(MIN_REQUEST_TOKENS, 1_048_576)
 TOKEN_ID: Final = Bound(0, 2**31 - 1)  # int32 in the segment; never negative, so -1 is free to mean "none"
 SEED: Final = Bound(0, 2**63 - 1)  # int64 in the segment
 PRIORITY_MIN: Final = -8
@@ -183,6 +184,17 @@ def segment_problem(max_running_seqs: int, max_queued_requests: int, max_model_l
         f"{slots} slots ({max_running_seqs} + {max_queued_requests}) of {max_model_len} tokens need"
         f" {segment_bytes / GIB:.1f} GiB of shared memory, over the limit of {MAX_SEGMENT_BYTES // GIB} GiB;"
         " lower one of them"
+    )
+
+
+def request_problem(max_model_len: int, total_kv_blocks: int, kv_block_size: int) -> str | None:
+    """Whether any request can be served: a prompt token and an output token."""
+    longest = max_request_tokens(max_model_len, total_kv_blocks * kv_block_size)
+    if longest >= MIN_REQUEST_TOKENS:
+        return None
+    return (
+        f"a request could have {longest} token, prompt and output together, and needs {MIN_REQUEST_TOKENS};"
+        " use a longer model length or a larger pool"
     )
 
 

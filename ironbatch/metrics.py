@@ -25,6 +25,7 @@ _SCHEDULER_VALUES = (
     "sequences_aborted",
     "sequences_failed",
     "scheduler_starts",
+    "requests_lost",
 )
 _WORKER_COUNTERS = (
     "requests_received",

@@ -24,7 +24,13 @@ from collections.abc import Iterator
 from ironbatch.clock import MonotonicClock
 from ironbatch.config import Config
 from ironbatch.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, StartError
-from ironbatch.processes import CHILD_ENVIRONMENT, die_with_parent, set_process_name
+from ironbatch.processes import (
+    CHILD_ENVIRONMENT,
+    die_with_parent,
+    ignore_reload_signals,
+    open_standard_streams,
+    set_process_name,
+)
 from ironbatch.scheduler.keeper import SchedulerKeeper
 from ironbatch.shm.engine import Engine
 
@@ -33,6 +39,7 @@ _log = logging.getLogger("ironbatch.supervisor")
 LISTEN_BACKLOG = 2048
 GUNICORN_STOP_S = 40.0  # its graceful_timeout, and what it needs to notice
 READY_POLL_S = 0.02
+RAISE_AGAIN_S = 0.1
 STDIN = 0
 
 _BIND_REMEDIES = {
@@ -53,8 +60,11 @@ class StartSignals:
     def __init__(self) -> None:
         self.is_requested = False
         self._may_raise = False
+        open_standard_streams()
+        ignore_reload_signals()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
+        signal.signal(signal.SIGALRM, self._handle)
 
     @contextlib.contextmanager
     def interrupt(self) -> Iterator[None]:
@@ -66,10 +76,13 @@ class StartSignals:
             yield
         finally:
             self._may_raise = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _handle(self, number: int, frame: object) -> None:
         self.is_requested = True
         if self._may_raise:
+            # Once more a little later: an exception that is raised in a callback of the compiler's goes no further.
+            signal.setitimer(signal.ITIMER_REAL, RAISE_AGAIN_S)
             raise StopRequested
 
 
@@ -84,7 +97,10 @@ def serve(config: Config) -> int:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind_listener(config))
         engine = stack.enter_context(contextlib.closing(Engine.create(config, MonotonicClock().now_ns())))
-        web = start_gunicorn(config, engine, listener)
+        try:
+            web = start_gunicorn(config, engine, listener)
+        except OSError as problem:
+            raise StartError(f"cannot start gunicorn: {problem.strerror}; see `ulimit -a`") from None
         stack.callback(_kill_group, web)
         url = _url(config, listener)
         listener.close()  # gunicorn has it; a copy here would keep the port open after gunicorn's end
@@ -182,7 +198,7 @@ class Supervisor:
         if int(serving.sum()) >= self._config.workers:
             try:
                 print(f"ironbatch: serving on {self._unannounced_url}", flush=True)
-            except BrokenPipeError:  # nobody reads it, which is no reason to stop serving
+            except OSError:  # nobody can read it, which is no reason to stop serving
                 sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  for the rest of this process
             self._unannounced_url = None
 
@@ -261,6 +277,10 @@ def _kill_group(web: subprocess.Popen[bytes]) -> None:
 
 def _prepare(config: Config) -> None:
     set_process_name("supervisor")
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # deleted; gunicorn wants one
+        os.chdir("/")
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )

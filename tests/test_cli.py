@@ -194,7 +194,7 @@ def test_all_problems_are_told_and_nothing_is_started(
     assert errors(["serve", "--workers", "65", "--seed", "-1", "--backend", "real"], capsys) == [
         "--workers: 65 is not between 1 and 64; use 64 or less",
         to_come,
-        "IRONBATCH_MAX_MODEL_LEN: 0 is not between 1 and 1048576; use 1 or more",
+        "IRONBATCH_MAX_MODEL_LEN: 0 is not between 2 and 1048576; use 2 or more",
         "--seed: -1 is not between 0 and 9223372036854775807; use 0 or more",
     ]
     assert supervisor.configs == []

@@ -43,7 +43,7 @@ WHOLE_NUMBERS = [
     WholeNumber("--max-batch-tokens", 8192, 1, MILLION),
     WholeNumber("--max-running-seqs", 256, 1, 65_536),
     WholeNumber("--max-queued-requests", 512, 0, MILLION - 1, (("max_running_seqs", "1"),)),
-    WholeNumber("--max-model-len", 8192, 1, MILLION),
+    WholeNumber("--max-model-len", 8192, 2, MILLION),
     WholeNumber("--max-body-bytes", 8 * MILLION, 1024, 1024 * MILLION),
     WholeNumber("--seed", 0, 0, 2**63 - 1),
     WholeNumber("--mock-token-latency-us", 200, 0, 60_000_000),
@@ -386,8 +386,16 @@ def test_config_that_exists_holds_all_relations_and_never_changes() -> None:
     )
 )
 def test_child_process_loads_this_very_configuration(values: dict[str, Any]) -> None:
-    config = Config(**{**values, "max_queued_requests": 5, "max_model_len": 100})
+    fixed = {"max_queued_requests": 5, "max_model_len": 100}
+    values["total_kv_blocks"] = max(values.get("total_kv_blocks", 2), 2)  # a pool of one token serves nobody
+    config = Config(**{**values, **fixed})
     assert Config.load({}, config.to_environ()) == config
+
+
+def test_a_pool_that_can_serve_no_request_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a request could have 1 token"):
+        Config(total_kv_blocks=1, kv_block_size=1)
+    assert Config(total_kv_blocks=1, kv_block_size=2).max_request_tokens == 2
 
 
 def test_derived_values() -> None:

@@ -13,6 +13,7 @@ from ironbatch.limits import Bound, quoted
 
 CONCURRENCY: Final = Bound(1, 16_384)  # one connection each, all from one address to one port
 TOTAL_REQUESTS: Final = Bound(1, 100_000_000)
+PROMPT_TOKENS: Final = Bound(1, limits.MAX_MODEL_LEN.high)
 MAX_NEW_TOKENS: Final = Bound(0, limits.MAX_MODEL_LEN.high)
 TIMEOUT_MIN_S: Final = 0.001
 TIMEOUT_MAX_S: Final = 3600.0
@@ -118,8 +119,8 @@ FLAGS: Final = (
         "prompt_tokens",
         "128",
         "TOKENS",
-        f"length of each prompt; {limits.MAX_MODEL_LEN.low}..{limits.MAX_MODEL_LEN.high}",
-        limits.MAX_MODEL_LEN.read,
+        f"length of each prompt; {PROMPT_TOKENS.low}..{PROMPT_TOKENS.high}",
+        PROMPT_TOKENS.read,
     ),
     Flag(
         "max_new_tokens",

@@ -67,6 +67,7 @@ from ironbatch.kernels.state import (
 from ironbatch.limits import PRIORITY_CLASSES, PRIORITY_MIN
 
 METRIC_ABORTED = layout.word(layout.METRICS, "sequences_aborted")
+METRIC_LOST = layout.word(layout.METRICS, "requests_lost")
 METRIC_FAILED = layout.word(layout.METRICS, "sequences_failed")
 METRIC_STARTS = layout.word(layout.METRICS, "scheduler_starts")
 
@@ -158,6 +159,8 @@ def reap_lane(state, shared, lane, generation):
         row = slot * SLOT_WORDS
         if load_acquire(shared.slots, row + OWNER) != dead_owner:
             continue
+        if load_acquire(shared.slots, row + SUBMITTED) == shared.slots[row + GENERATION]:
+            shared.metrics[METRIC_LOST] += 1
         if state.sequences[slot * SEQUENCE_WORDS + STATUS] != STATUS_NONE:
             detach(state, slot)
             shared.metrics[METRIC_ABORTED] += 1
@@ -207,6 +210,8 @@ def rebuild(state_address, segment_address, resumable):
         lane_generation = owner >> layout.OWNER_LANE_BITS
         is_dead = load_acquire(shared.lanes, lane + DEAD_GENERATION) == lane_generation
         if is_dead or shared.lanes[lane + LANE_GENERATION] != lane_generation:
+            if load_acquire(shared.slots, row + SUBMITTED) == shared.slots[row + GENERATION]:
+                shared.metrics[METRIC_LOST] += 1
             store_release(shared.slots, row + OWNER, 0)
             continue
         generation = load_acquire(shared.slots, row + SUBMITTED)

@@ -51,8 +51,8 @@ def cache_directory() -> Path:
     """$IRONBATCH_CACHE_DIR, else systemd's $CACHE_DIRECTORY, else the user's cache directory; one folder a digest."""
     base = os.environ.get(CACHE_VARIABLE) or os.environ.get("CACHE_DIRECTORY")
     if not base:
-        home_cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-        base = str(Path(home_cache) / "ironbatch")
+        home_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # left as it is without a home
+        base = os.devnull if home_cache.startswith("~") else str(Path(home_cache) / "ironbatch")
     return Path(base) / f"kernels-{source_digest()}"
 
 

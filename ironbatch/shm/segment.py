@@ -143,9 +143,12 @@ class Segment:
 
 
 def _create_memory(size: int) -> shared_memory.SharedMemory:
+    name = f"{NAME_PREFIX}{secrets.token_hex(6)}"
     try:
-        memory = _Memory(f"{NAME_PREFIX}{secrets.token_hex(6)}", create=True, size=size)
+        memory = _Memory(name, create=True, size=size)
     except OSError as problem:
+        with contextlib.suppress(OSError):  # it may have been made: its resource tracker is started after it
+            os.unlink(f"{SHM_DIRECTORY}/{name}")
         raise StartError(_no_room(size, problem)) from None
     try:
         # ftruncate alone succeeds on a full /dev/shm, and the first write to a page that isn't there is a SIGBUS.

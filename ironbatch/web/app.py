@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from ironbatch.clock import Clock, MonotonicClock
 from ironbatch.config import Config
 from ironbatch.errors import EngineUnavailable, RequestRejected, StartError
 from ironbatch.shm.engine import Engine
+from ironbatch.web.body import announced_problem, body_missing
 from ironbatch.web.collector import TokenCollector
 from ironbatch.web.generate import EXIT_KEY, GenerateResource
 from ironbatch.web.lanes import LANE_VARIABLE
@@ -31,6 +33,18 @@ _log = logging.getLogger("ironbatch.web")
 
 FalconApp = falcon.asgi.App[Request, Response]
 Application = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Send], Awaitable[None]]
+
+
+LANELESS_LIFE_S = 1.0
+"""How long a worker without a lane answers 503 before it makes room for one that may get a lane."""
+
+
+class ShortLife:
+    """Falcon middleware: this worker ends soon, and its successor is given a lane if one has become free."""
+
+    async def process_startup(self, scope: Mapping[str, Any], event: Mapping[str, Any]) -> None:
+        """Before the worker listens."""
+        asyncio.get_running_loop().call_later(LANELESS_LIFE_S, os.kill, os.getpid(), signal.SIGTERM)
 
 
 class Lifespan:
@@ -55,7 +69,7 @@ def create_app(environ: Mapping[str, str], clock: Clock) -> Application:
     except StartError as problem:
         return _unavailable(str(problem))
     if LANE_VARIABLE not in environ:
-        return _unavailable("this worker holds no lane: more workers run than the engine was made for")
+        return _unavailable("this worker holds no lane; it ends, and the next may have one", ShortLife())
     config = Config.load({}, environ)
     engine.segment.populate()
     lane, generation = map(int, environ[LANE_VARIABLE].split(":"))
@@ -65,10 +79,10 @@ def create_app(environ: Mapping[str, str], clock: Clock) -> Application:
     falcon_app.add_route("/generate", GenerateResource(config, engine.segment, collector, clock))
     falcon_app.add_route("/metrics", MetricsResource(engine.segment, clock))
     falcon_app.add_route("/health", HealthResource(engine.segment, clock))
-    return _with_exits(falcon_app, clock)
+    return _with_exits(falcon_app, config.max_body_bytes, clock)
 
 
-def _unavailable(reason: str) -> Application:
+def _unavailable(reason: str, *middleware: ShortLife) -> Application:
     """Answers everything with 503."""
 
     async def answer(req: Request, resp: Response | None, ws: WebSocket | None = None, **parts: str) -> None:
@@ -78,19 +92,38 @@ def _unavailable(reason: str) -> Application:
         raise EngineUnavailable(reason)
 
     falcon_app = _falcon_app()
+    falcon_app.add_middleware(middleware)
     falcon_app.add_sink(answer)
     return falcon_app
 
 
-def _with_exits(falcon_app: FalconApp, clock: Clock) -> Application:
-    """Give each HTTP request its `Exit`, which a stream may take past Falcon."""
+def _with_exits(falcon_app: FalconApp, max_body_bytes: int, clock: Clock) -> Application:
+    """Give each HTTP request its `Exit`, which a stream may take past Falcon.
+
+    Falcon waits for the beginning of the body before it does anything. So a body that is announced as too large is
+    refused here, and so is one that never comes: the server ends the wait for it, and Falcon then answers nothing.
+    """
 
     async def application(scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Send) -> None:
-        if scope["type"] == "http":
-            send = scope[EXIT_KEY] = Exit(send, clock.now_ns())  # type: ignore[assignment]
-        await falcon_app(scope, receive, send)
+        if scope["type"] != "http":
+            await falcon_app(scope, receive, send)
+            return
+        way_out = scope[EXIT_KEY] = Exit(send, clock.now_ns())
+        problem = announced_problem(scope["headers"], max_body_bytes)
+        if problem is None:
+            await falcon_app(scope, receive, way_out)
+            problem = None if way_out.has_answered else body_missing()
+        if problem is not None:
+            await _answer_directly(send, problem)
 
     return application
+
+
+async def _answer_directly(send: Send, problem: RequestRejected) -> None:
+    body = msgspec.json.encode(error_body(problem.type, problem.message, problem.param))
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": problem.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _falcon_app() -> FalconApp:

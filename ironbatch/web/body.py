@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from falcon.asgi import Request
 
 from ironbatch.errors import RequestRejected
 
 BODY_TOO_LARGE = "body_too_large"
+MAX_LENGTH_DIGITS = 18
+REQUEST_TIMEOUT = "request_timeout"
+
+
+def announced_problem(headers: Iterable[tuple[bytes, bytes]], limit_bytes: int) -> RequestRejected | None:
+    """Whether the Content-Length in an ASGI scope's headers is too large; what is no number is the server's affair."""
+    for name, value in headers:
+        is_number = name == b"content-length" and value.isdigit()
+        if is_number and (len(value) > MAX_LENGTH_DIGITS or int(value) > limit_bytes):
+            return _too_large(f"the body has {value[:MAX_LENGTH_DIGITS].decode()} bytes", limit_bytes)
+    return None
+
+
+def body_missing() -> RequestRejected:
+    """The request announced a body, and none of it has come."""
+    return RequestRejected(REQUEST_TIMEOUT, "the announced body has not come in time", status=408)
 
 
 async def read_body(req: Request, limit_bytes: int) -> bytes:
-    """The whole body, with a Content-Length or chunked; at most `limit_bytes` of it are ever held.
+    """The whole body, of an announced length or chunked; at most `limit_bytes` of it are ever held.
 
     Raises:
         RequestRejected: status 413.
     """
-    length = req.content_length
-    if length is not None and length > limit_bytes:
-        raise _too_large(f"the body has {length} bytes", limit_bytes)
     parts: list[bytes] = []
     total = 0
     async for part in req.stream:

@@ -23,7 +23,13 @@ from gunicorn.errors import HaltServer
 from ironbatch.clock import MonotonicClock
 from ironbatch.config import Config
 from ironbatch.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, StartError
-from ironbatch.processes import CHILD_ENVIRONMENT, die_with_parent, set_process_name
+from ironbatch.processes import (
+    CHILD_ENVIRONMENT,
+    die_with_parent,
+    ignore_reload_signals,
+    open_standard_streams,
+    set_process_name,
+)
 from ironbatch.shm.engine import SEGMENT_VARIABLE, Engine
 from ironbatch.web import collector  # noqa: F401  and with it the web side's kernels
 from ironbatch.web.lanes import LANE_VARIABLE, LaneBook
@@ -39,6 +45,8 @@ def _load_config() -> Config:
         sys.exit(EXIT_USAGE)
 
 
+open_standard_streams()
+ignore_reload_signals()
 _config = _load_config()
 
 bind = _config.addr
@@ -111,6 +119,7 @@ def when_ready(server: Any) -> None:
         process = server.ironbatch.process
         is_stopping = not server.LISTENERS
         if process is not None and not is_stopping and process.poll() is not None:
+            server.kill_workers(signal.SIGQUIT)  # at once: their streams cannot go on
             raise HaltServer("the engine has ended", EXIT_FAILED)
 
     server.handle_usr2 = refuse_usr2

@@ -87,8 +87,9 @@ def parse_request(body: bytes, max_request_tokens: int, default_seed: int) -> Ge
         RequestRejected: status 400; the message names the field, the value, the limit and the remedy.
     """
     fields = _decode(body)
+    _check_one_prompt(fields)
+    prompt_tokens = _prompt_tokens(fields, max_request_tokens)  # before the ids, whose number is the client's to choose
     token_ids = _token_ids(fields)
-    prompt_tokens = _prompt_tokens(fields, max_request_tokens)
     _check("max_new_tokens", fields.max_new_tokens, 0, max_request_tokens)
     _check("priority", fields.priority, limits.PRIORITY_MIN, limits.PRIORITY_MAX)
     seed = default_seed if fields.seed is None else fields.seed
@@ -158,26 +159,30 @@ def _prompt_tokens(fields: _Body, max_request_tokens: int) -> int:
                 f"prompt_token_ids has {count} tokens, over this engine's limit of {max_request_tokens} a request",
             )
         return count
-    assert isinstance(fields.prompt_tokens, int)
+    assert isinstance(fields.prompt_tokens, int), "one of the two is there"
     _check("prompt_tokens", fields.prompt_tokens, 1, max_request_tokens)
     return fields.prompt_tokens
 
 
-def _token_ids(fields: _Body) -> NDArray[np.int32] | None:
-    ids, count = fields.prompt_token_ids, fields.prompt_tokens
-    if isinstance(ids, list) and isinstance(count, int):
+def _check_one_prompt(fields: _Body) -> None:
+    has_ids, has_count = isinstance(fields.prompt_token_ids, list), isinstance(fields.prompt_tokens, int)
+    if has_ids and has_count:
         raise _invalid("prompt_token_ids", "prompt_tokens and prompt_token_ids are both given; give one of them")
-    if isinstance(ids, list):
-        if ids and not (min(ids) >= limits.TOKEN_ID.low and max(ids) <= limits.TOKEN_ID.high):
-            index = next(i for i, token in enumerate(ids) if token not in limits.TOKEN_ID)
-            raise _invalid(
-                "prompt_token_ids",
-                f"prompt_token_ids[{index}] is {_shown(ids[index])}; a token id is {limits.TOKEN_ID}",
-            )
-        return np.array(ids, np.int32)
-    if not isinstance(count, int):
+    if not (has_ids or has_count):
         raise _invalid("prompt_tokens", "the prompt is missing; give prompt_tokens (a count) or prompt_token_ids")
-    return None
+
+
+def _token_ids(fields: _Body) -> NDArray[np.int32] | None:
+    ids = fields.prompt_token_ids
+    if not isinstance(ids, list):
+        return None
+    if min(ids) < limits.TOKEN_ID.low or max(ids) > limits.TOKEN_ID.high:
+        index = next(i for i, token in enumerate(ids) if token not in limits.TOKEN_ID)
+        raise _invalid(
+            "prompt_token_ids",
+            f"prompt_token_ids[{index}] is {_shown(ids[index])}; a token id is {limits.TOKEN_ID}",
+        )
+    return np.array(ids, np.int32)
 
 
 def _check(field: str, value: int, low: int, high: int) -> None:

@@ -65,20 +65,23 @@ def plain_lines(before: int, after: int) -> bytes:
 class Exit:
     """The way out of one request: Falcon's own `send`, until a stream takes it over."""
 
-    __slots__ = ("_is_taken", "_send", "arrival_ns")
+    __slots__ = ("_is_taken", "_send", "arrival_ns", "has_answered")
 
     def __init__(self, send: Send, arrival_ns: int) -> None:
         self._send = send
         self._is_taken = False
         self.arrival_ns = arrival_ns
+        self.has_answered = False
 
     def __call__(self, message: dict[str, Any]) -> Awaitable[None]:
         """Falcon's side: dropped once a stream has answered."""
+        self.has_answered = True
         return _nothing() if self._is_taken else self._send(message)
 
     def take(self) -> Send:
         """From now on the answer is the caller's alone."""
         self._is_taken = True
+        self.has_answered = True
         return self._send
 
 

@@ -109,10 +109,14 @@ class Server:
         assert status == 200
         return values
 
+    def header(self) -> Any:
+        """The segment's header, read from shared memory: no worker is asked."""
+        return np.frombuffer(np.memmap(f"/dev/shm/{self.segment}", np.uint8, "r"), layout.HEADER, 1)[0]
+
     def scheduler_tokens(self) -> int:
-        """Tokens generated so far, read from shared memory: no worker is asked."""
+        """Tokens generated so far, read in the same way."""
         data = np.memmap(f"/dev/shm/{self.segment}", np.uint8, "r")
-        header = np.frombuffer(data, layout.HEADER, 1)[0]
+        header = self.header()
         return int(np.frombuffer(data, layout.METRICS, 1, int(header["metrics_offset"]))[0]["tokens_generated"])
 
     def is_healthy(self) -> bool:

@@ -58,7 +58,9 @@ def test_a_killed_worker_takes_only_its_own_streams(form: str) -> None:
         wait_until(lambda: len(server.processes("web worker")) == 2, "a new worker", 30)
         wait_until(server.is_healthy, "health")
         metrics = server.wait_idle()
-        assert metrics["sequences_aborted"] == lost
+        assert metrics["sequences_aborted"] == metrics["requests_lost"] == lost
+        ends = ("completed", "cancelled", "failed", "rejected", "unavailable", "lost")
+        assert metrics["requests_received"] == sum(metrics[f"requests_{end}"] for end in ends)
         assert metrics["requests_completed"] == len(streams) - lost
 
 
@@ -71,6 +73,32 @@ def outcome(stream: RawStream) -> str:
     finally:
         stream.close()
     return "whole" if rest.endswith(b'{"token_index":299,"done":true}\n') else "wrong"
+
+
+def test_workers_that_found_no_lane_make_room_for_others() -> None:
+    """Killed again and again while a long step keeps the scheduler from reaping their lanes."""
+    with running("serve", workers=2, mock_token_latency_us=6_000_000) as server:
+        stream = RawStream(server.port, {"prompt_tokens": 1, "max_new_tokens": 2})
+        wait_until(lambda: server.metrics()["running"] or server.header()["in_device_call"], "a long step")
+        for _ in range(4):
+            pids = {worker.pid for worker in server.processes("web worker")}
+            for worker in server.processes("web worker"):
+                worker.kill()
+            wait_until(
+                lambda pids=pids: (
+                    "no lane is free" in "".join(server.output)
+                    or len({worker.pid for worker in server.processes("web worker")} - pids) == 2
+                ),
+                "new workers",
+                30,
+            )
+        stream.close()
+        wait_until(lambda: "no lane is free" in "".join(server.output), "a worker without a lane")
+
+        def serves() -> bool:
+            return len(server.processes("web worker")) == 2 and all(server.is_healthy() for _ in range(6))
+
+        wait_until(serves, "workers with lanes", 40)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -98,7 +126,10 @@ def test_the_engines_supervisor_is_missed_by_gunicorn() -> None:
     """The gunicorn form: when the process that keeps the scheduler dies, the system must not answer 200 for ever."""
     with running("gunicorn") as server:
         (supervisor,) = server.processes("supervisor")
+        stream = RawStream(server.port, {"prompt_tokens": 1, "max_new_tokens": 8000})
+        stream.read_chunk()
         server.remember_family()
         supervisor.kill()
-        assert server.process.wait(30) != 0
+        assert server.process.wait(10) != 0  # not the 30 s that a stream would get which can go on
+        stream.close()
         server.assert_nothing_left()

@@ -15,6 +15,7 @@ import pytest
 from tests.end_to_end.server import (
     FORMS,
     RawStream,
+    Server,
     command,
     plain_body,
     run_to_end,
@@ -170,6 +171,66 @@ def test_too_small_a_dev_shm_is_a_message_at_start(form: str, tmp_path: Path) ->
     assert "Traceback" not in done.stderr
     *_, exit_line = done.stdout.splitlines()
     assert exit_line == "exit 1", done.stdout  # and nothing is listed after it
+
+
+@pytest.mark.parametrize(
+    ("form", "closed"),
+    [("serve", "<&-"), ("serve", "<&- >&- 2>&-"), ("serve", ">/dev/full"), ("gunicorn", "<&- >&- 2>&-")],
+)
+def test_serves_whatever_becomes_of_its_standard_streams(form: str, closed: str) -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    words, environ = command(form, {"addr": f"127.0.0.1:{port}", "workers": 1})
+    process = subprocess.Popen(["sh", "-c", f'exec "$@" {closed}', "sh", *words], env=environ, cwd="/")
+    server = Server(process, port, [], "")
+    try:
+        wait_until(server.is_healthy, "health", 60)
+        stream = RawStream(port, {"prompt_tokens": 1, "max_new_tokens": 5})
+        assert stream.read_all() == plain_body(5)
+        stream.close()
+        (server.segment,) = segments_of(process.pid)
+        assert server.stop() in (0, 120)  # 120: Python could not flush its output
+        server.assert_nothing_left()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("form", "number"), [("serve", signal.SIGHUP), ("serve", signal.SIGUSR2), ("gunicorn", signal.SIGHUP)]
+)
+def test_a_reload_signal_during_the_start_does_not_end_it(form: str, number: int) -> None:
+    words, environ = command(form, {"workers": 1})
+    process = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/")
+    try:
+        wait_until(lambda: segments_of(process.pid), "the segment", 60)
+        process.send_signal(number)
+        lines = iter(process.stdout)  # type: ignore[arg-type]
+        assert any(b"ASGI server listening" in line for line in lines)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("limit", [6, 8, 16, 24])
+def test_too_few_descriptors_leave_nothing_behind(limit: int) -> None:
+    words, environ = command("serve", {"workers": 1})
+    before = stale_segments()
+    script = f'ulimit -n {limit}; exec "$@"'
+    process = subprocess.Popen(
+        ["sh", "-c", script, "sh", *words], env=environ, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        process.communicate(timeout=6)
+        assert process.returncode not in (0, None)
+    except subprocess.TimeoutExpired:  # enough to run, or gunicorn goes on trying
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    wait_until(lambda: stale_segments() <= before, "its segment to go")
 
 
 def test_interrupted_while_it_compiles_it_ends_at_once(tmp_path: Path) -> None:
