@@ -1,12 +1,13 @@
-"""What every process of an engine does to itself: its name, its end when its parent dies, its threads."""
+"""What the processes of an engine do to themselves: their names, signals, standard streams, and end."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import setproctitle
 
@@ -15,6 +16,7 @@ CHILD_ENVIRONMENT: Mapping[str, str] = {"OPENBLAS_NUM_THREADS": "1"}
 """numpy's BLAS would start a thread a core, and a process with threads must not fork. Set before numpy is imported."""
 
 
+RAISE_AGAIN_S = 0.1
 RELOAD_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU)
 
 
@@ -55,3 +57,61 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+class StopRequested(BaseException):
+    """SIGTERM or SIGINT came while the kernels were compiled. No Exception, so that nothing on the way swallows it."""
+
+
+class StartSignals:
+    """SIGTERM and SIGINT while the system starts: noted, but where starting takes long they interrupt it at once."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._may_raise = False
+        open_standard_streams()
+        ignore_reload_signals()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+        signal.signal(signal.SIGALRM, self._handle)
+
+    @contextlib.contextmanager
+    def interrupt(self) -> Iterator[None]:
+        """Raise StopRequested if a signal has come or comes in this block."""
+        self._may_raise = True
+        try:
+            if self.is_requested:
+                raise StopRequested
+            yield
+        finally:
+            self._may_raise = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _handle(self, number: int, frame: object) -> None:
+        self.is_requested = True
+        if self._may_raise:
+            # Once more a little later: an exception that is raised in a callback of the compiler's goes no further.
+            signal.setitimer(signal.ITIMER_REAL, RAISE_AGAIN_S)
+            raise StopRequested
+
+
+@contextlib.contextmanager
+def signal_pipe(*numbers: int) -> Iterator[int]:
+    """From now on these signals arrive as bytes on a pipe (signal.set_wakeup_fd). Gives its reading end."""
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda number, frame: None)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(-1)
+        os.close(reader)
+        os.close(writer)
+
+
+def read_signals(signals: int) -> list[int]:
+    """Those that have come on a `signal_pipe`; empty if none has."""
+    with contextlib.suppress(BlockingIOError):
+        return list(os.read(signals, 4096))
+    return []

@@ -19,17 +19,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 from ironbatch.clock import MonotonicClock
 from ironbatch.config import Config
 from ironbatch.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, StartError
 from ironbatch.processes import (
     CHILD_ENVIRONMENT,
+    StartSignals,
+    StopRequested,
     die_with_parent,
-    ignore_reload_signals,
-    open_standard_streams,
+    read_signals,
     set_process_name,
+    signal_pipe,
 )
 from ironbatch.scheduler.keeper import SchedulerKeeper
 from ironbatch.shm.engine import Engine
@@ -39,7 +40,6 @@ _log = logging.getLogger("ironbatch.supervisor")
 LISTEN_BACKLOG = 2048
 GUNICORN_STOP_S = 40.0  # its graceful_timeout, and what it needs to notice
 READY_POLL_S = 0.02
-RAISE_AGAIN_S = 0.1
 STDIN = 0
 
 _BIND_REMEDIES = {
@@ -47,43 +47,8 @@ _BIND_REMEDIES = {
     errno.EACCES: "ports below 1024 need privileges: choose another port with --addr",
     errno.EADDRNOTAVAIL: "no interface of this machine has that address: use one that has, or :PORT for all",
 }
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 _FORWARDED = (signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR1)
-
-
-class StopRequested(BaseException):
-    """SIGTERM or SIGINT came while the kernels were compiled. No Exception, so that nothing on the way swallows it."""
-
-
-class StartSignals:
-    """SIGTERM and SIGINT while the system starts: noted, but where starting takes long they interrupt it at once."""
-
-    def __init__(self) -> None:
-        self.is_requested = False
-        self._may_raise = False
-        open_standard_streams()
-        ignore_reload_signals()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
-        signal.signal(signal.SIGALRM, self._handle)
-
-    @contextlib.contextmanager
-    def interrupt(self) -> Iterator[None]:
-        """Raise StopRequested if a signal has come or comes in this block."""
-        self._may_raise = True
-        try:
-            if self.is_requested:
-                raise StopRequested
-            yield
-        finally:
-            self._may_raise = False
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-    def _handle(self, number: int, frame: object) -> None:
-        self.is_requested = True
-        if self._may_raise:
-            # Once more a little later: an exception that is raised in a callback of the compiler's goes no further.
-            signal.setitimer(signal.ITIMER_REAL, RAISE_AGAIN_S)
-            raise StopRequested
 
 
 def serve(config: Config) -> int:
@@ -159,13 +124,13 @@ class Supervisor:
                 self._keeper.warm_up()
         except StopRequested:
             return EXIT_OK
-        with _signals() as signals:
+        with signal_pipe(*_STOPS, signal.SIGCHLD, signal.SIGUSR2, *_FORWARDED) as signals:
             if start_signals.is_requested:  # between the one way to listen and the other
                 return EXIT_OK
             self._keeper.start()
             while True:
                 for number in self._wait(signals):
-                    if number in (signal.SIGTERM, signal.SIGINT):
+                    if number in _STOPS:
                         return self._stop(signals, is_quick=number == signal.SIGINT)
                     self._forward(number)
                 self._keeper.look()
@@ -174,14 +139,18 @@ class Supervisor:
                 self._announce()
 
     def _wait(self, signals: int) -> list[int]:
-        """Sleep until a signal comes or something is due. Returns the signals; the lifeline's end is a SIGTERM."""
+        """Sleep until something is due. Returns the signals; where there is a lifeline, it alone says stop."""
         timeout_s = self._keeper.due_in_s()
         if self._unannounced_url is not None:
             timeout_s = READY_POLL_S if timeout_s is None else min(timeout_s, READY_POLL_S)
         watched = [signals] if self._lifeline is None else [signals, self._lifeline]
         readable, _, _ = select.select(watched, [], [], timeout_s)
-        numbers = list(os.read(signals, 4096)) if signals in readable else []
-        if self._lifeline in readable and not os.read(STDIN, 1):
+        numbers = read_signals(signals)
+        if self._lifeline is None:
+            return numbers
+        # A service manager's SIGTERM reaches everybody, but streams that still run need the scheduler.
+        numbers = [number for number in numbers if number not in _STOPS]
+        if self._lifeline in readable and not os.read(self._lifeline, 1):
             numbers.append(signal.SIGTERM)
         return numbers
 
@@ -219,7 +188,7 @@ class Supervisor:
             deadline_s = time.monotonic() + GUNICORN_STOP_S
             while self._web.poll() is None and time.monotonic() < deadline_s:
                 select.select([signals], [], [], READY_POLL_S)
-                if any(number in (signal.SIGTERM, signal.SIGINT) for number in _drain(signals)):
+                if any(number in _STOPS for number in read_signals(signals)):
                     self._web.send_signal(signal.SIGQUIT)
                 self._keeper.look()  # streams that still run need their scheduler
             _kill_group(self._web)
@@ -284,27 +253,6 @@ def _prepare(config: Config) -> None:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[int]:
-    """From now on signals arrive as bytes on a pipe (signal.set_wakeup_fd). Gives its reading end."""
-    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR2, *_FORWARDED):
-        signal.signal(number, lambda number, frame: None)
-    try:
-        yield reader
-    finally:
-        signal.set_wakeup_fd(-1)
-        os.close(reader)
-        os.close(writer)
-
-
-def _drain(signals: int) -> list[int]:
-    with contextlib.suppress(BlockingIOError):
-        return list(os.read(signals, 4096))
-    return []
 
 
 def _url(config: Config, listener: socket.socket) -> str:

@@ -35,6 +35,7 @@ from ironbatch.web import collector  # noqa: F401  and with it the web side's ke
 from ironbatch.web.lanes import LANE_VARIABLE, LaneBook
 
 ENGINE_STOP_S = 5.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGQUIT, signal.SIGINT)
 
 
 def _load_config() -> Config:
@@ -108,8 +109,12 @@ def _start_engine_process(engine: Engine) -> subprocess.Popen[bytes]:
 
 
 def when_ready(server: Any) -> None:
-    """Two changes to the arbiter for which it has no hook: it refuses USR2, and it notices its engine's end."""
-    reap_workers = server.reap_workers
+    """Changes to the arbiter for which it has no hook.
+
+    It refuses USR2; it notices its engine's end; and a worker that is stopped just after its fork stops. gunicorn's
+    own would take the signal with a handler of the arbiter's, and be waited for until the graceful time-out.
+    """
+    reap_workers, spawn_worker = server.reap_workers, server.spawn_worker
 
     def refuse_usr2() -> None:
         server.log.error("USR2 is refused, it would start a second engine: use HUP to reload, or restart the service")
@@ -122,7 +127,15 @@ def when_ready(server: Any) -> None:
             server.kill_workers(signal.SIGQUIT)  # at once: their streams cannot go on
             raise HaltServer("the engine has ended", EXIT_FAILED)
 
+    def spawn_worker_with_signals_held() -> Any:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            return spawn_worker()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
     server.handle_usr2 = refuse_usr2
+    server.spawn_worker = spawn_worker_with_signals_held
     server.reap_workers = reap_workers_and_engine
 
 
@@ -143,6 +156,11 @@ def post_fork(server: Any, worker: Any) -> None:
         set_process_name(f"web worker {holder.lane}")
 
 
+def post_worker_init(worker: Any) -> None:
+    """In the worker, whose own signal handlers are there now."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
 def child_exit(server: Any, worker: Any) -> None:
     """In the arbiter: a worker has ended, whatever of."""
     server.ironbatch.book.release(worker)
@@ -159,7 +177,9 @@ def _stop_engine(server: Any) -> None:
         return
     if mine.process is not None:
         process, mine.process = mine.process, None
-        process.terminate()
+        assert process.stdin is not None
+        process.stdin.close()  # its lifeline
+        process.terminate()  # which it heeds while it starts
         try:
             process.wait(ENGINE_STOP_S)
         except subprocess.TimeoutExpired:

@@ -79,8 +79,9 @@ def test_a_running_stream_is_finished_at_sigterm(form: str) -> None:
         server.assert_nothing_left()
 
 
-def test_a_service_manager_that_signals_the_whole_group_does_not_cut_a_stream() -> None:
-    with running("serve", mock_token_latency_us=20_000) as server:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_service_manager_that_signals_the_whole_group_does_not_cut_a_stream(form: str) -> None:
+    with running(form, mock_token_latency_us=20_000) as server:
         stream = RawStream(server.port, {"prompt_tokens": 4, "max_new_tokens": 100})
         body = stream.read_chunk()
         server.remember_family()

@@ -440,7 +440,7 @@ def test_a_stop_signal_during_the_start_is_not_lost(
         return MockBackend(config)
 
     monkeypatch.setattr(process_module, "create_backend", create_backend_slowly)
-    before = signal.signal(STOP_SIGNAL, lambda number, frame: None)  # as `supervisor._signals` has it
+    before = signal.signal(STOP_SIGNAL, lambda number, frame: None)  # as `processes.signal_pipe` has it
     keeper = SchedulerKeeper(small_config(), engine)
     try:
         keeper.start()
