@@ -157,8 +157,8 @@ def post_fork(server: Any, worker: Any) -> None:
 
 
 def post_worker_init(worker: Any) -> None:
-    """In the worker, whose own signal handlers are there now."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    """In the worker: its own signal handlers work as soon as its event loop runs."""
+    worker.loop.call_soon(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def child_exit(server: Any, worker: Any) -> None:
