@@ -49,7 +49,7 @@ class SchedulerKeeper:
         self.cannot_start = False
 
     def warm_up(self) -> None:
-        """Import the scheduler, which compiles its kernels or loads them from the cache: up to 25 s, or under 2."""
+        """Import the scheduler, which compiles its kernels or loads them from the cache."""
         from ironbatch.kernels import jit  # noqa: PLC0415  numba's import; gunicorn starts meanwhile
 
         if not jit.is_compiled("ironbatch.kernels.intake"):

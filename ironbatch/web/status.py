@@ -56,7 +56,7 @@ class HealthResource:
 
 
 class MetricsResource:
-    """The counters of all processes; about 30 us to answer."""
+    """The counters of all processes."""
 
     def __init__(self, segment: Segment, clock: Clock) -> None:
         self._segment = segment
