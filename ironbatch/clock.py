@@ -15,9 +15,7 @@ class Clock(Protocol):
 class MonotonicClock:
     """CLOCK_MONOTONIC. All processes of one machine share its zero, so stamps may cross the segment."""
 
-    def now_ns(self) -> int:
-        """Nanoseconds since the machine's start."""
-        return time.monotonic_ns()
+    now_ns = staticmethod(time.monotonic_ns)  # read twice a step, so without a call in between
 
 
 class FakeClock:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
-from numba import njit
+from numba import njit, types
 from numba.core.errors import NumbaError
 
 _log = logging.getLogger("ironbatch.jit")
@@ -84,17 +84,44 @@ def kernel(signature: str) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        for attempt in ("cached", "cached, after the cache was emptied") if _is_cached else ():
-            try:
-                return njit(signature, cache=True, **_KERNEL)(function)
-            except NumbaError:
-                raise
-            except Exception as problem:
-                _log.warning("kernel %s, %s: %s: %s", function.__name__, attempt, type(problem).__name__, problem)
-                shutil.rmtree(_directory, ignore_errors=True)
-        return njit(signature, **_KERNEL)(function)
+        return entry_point(_compile(signature, function))
 
     return decorate
+
+
+def _compile(signature: str, function: Callable[..., Any]) -> Any:
+    for attempt in ("cached", "cached, after the cache was emptied") if _is_cached else ():
+        try:
+            return njit(signature, cache=True, **_KERNEL)(function)
+        except NumbaError:
+            raise
+        except Exception as problem:
+            _log.warning("kernel %s, %s: %s: %s", function.__name__, attempt, type(problem).__name__, problem)
+            shutil.rmtree(_directory, ignore_errors=True)
+    return njit(signature, **_KERNEL)(function)
+
+
+def entry_point(dispatcher: Any) -> Any:
+    """What Python calls. Where all arguments are integers it is the compiled code itself, in half a dispatcher's time.
+
+    A dispatcher looks at the types of the arguments and chooses; here is nothing to choose. It stays where it is of
+    use: before arrays, since the code itself would take one of another type that has the same size, and in the test leg
+    with bounds checks.
+    """
+    (compiled,) = dispatcher.overloads.values()
+    takes_integers = all(isinstance(argument, types.Integer) for argument in compiled.signature.args)
+    if not takes_integers or numba.config.BOUNDSCHECK:
+        return dispatcher
+    _dispatchers[compiled.entry_point] = dispatcher
+    return compiled.entry_point
+
+
+def callable_in_kernels(kernel_function: Any) -> Any:
+    """A kernel as another kernel may call it: numba knows its dispatcher only."""
+    return _dispatchers.get(kernel_function, kernel_function)
+
+
+_dispatchers: dict[Any, Any] = {}
 
 
 def inline(function: F) -> F:

@@ -32,6 +32,7 @@ from ironbatch.kernels.state import (
     PLAN_DECODES,
     PLAN_TOKENS,
     PREEMPTED_COUNT,
+    PRIORITY_CLASS,
     PRODUCED,
     PROMPT,
     ROW_CONTEXT,
@@ -141,12 +142,14 @@ def plan(state_address, segment_address, now_ns):
             budget -= chunk
 
     # Admission. Who does not fit stays at the head; nothing is admitted into a pool that has just run out.
+    rank = 0
     while budget > 0 and header[PREEMPTED_COUNT] == 0 and header[RUNNING_COUNT] < header[RUNNING_LIMIT]:
-        sequence = first_waiting(state)
+        sequence = first_waiting(state, rank)
         if sequence == END:
             break
         remaining = remaining_tokens(state, sequence)
         row = sequence * SEQUENCE_WORDS
+        rank = state.sequences[row + PRIORITY_CLASS]  # nothing is enqueued here, so higher classes stay empty
         longest = state.sequences[row + PROMPT] + state.sequences[row + MAX_NEW]
         wanted = blocks_for(state, min(remaining + lookahead, longest))
         if wanted > header[FREE_COUNT]:

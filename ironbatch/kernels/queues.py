@@ -90,11 +90,12 @@ def dequeue(state, sequence):
 
 
 @inline
-def first_waiting(state):
-    """The most senior waiting sequence, or END."""
-    for rank in range(PRIORITY_CLASSES):
+def first_waiting(state, rank):
+    """The most senior waiting sequence of class `rank` or a lower one, or END."""
+    while rank < PRIORITY_CLASSES:
         if state.queue_heads[rank] != END:
             return state.queue_heads[rank]
+        rank += 1
     return END
 
 

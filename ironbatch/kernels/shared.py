@@ -1,4 +1,4 @@
-"""The segment as a kernel sees it: flat arrays over one base address.
+"""The segment as a kernel sees it: tables over one base address.
 
 A kernel is called with the segment's address alone, since each array argument costs its caller 80 ns.
 """
@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import carray
-
 from ironbatch import layout
-from ironbatch.kernels.atomics import address_to_int32, address_to_words
 from ironbatch.kernels.jit import inline
+from ironbatch.kernels.tables import int32_table, word_table
 
 HEADER_WORDS = layout.HEADER.itemsize // layout.WORD_BYTES
 LANE_WORDS = layout.LANE.itemsize // layout.WORD_BYTES
@@ -62,7 +60,7 @@ CHUNKS_DELIVERED = layout.word(layout.METRICS, "chunks_delivered")
 
 
 class Shared(NamedTuple):
-    """Views of one segment. int64 but for `tokens`, which is int32; all flat, rows found by `index * ROW_WORDS`."""
+    """Tables of one segment: int64 but for `tokens`, which is int32. A row is found by `index * ROW_WORDS`."""
 
     header: Any
     lanes: Any
@@ -75,16 +73,16 @@ class Shared(NamedTuple):
 @inline
 def open_shared(address):
     """All tables of the segment at `address`."""
-    header = carray(address_to_words(address), HEADER_WORDS)
+    header = word_table(address, HEADER_WORDS)
     num_slots = header[NUM_SLOTS]
     num_lanes = header[NUM_LANES]
     return Shared(
         header,
-        carray(address_to_words(address + header[LANES_OFFSET]), num_lanes * LANE_WORDS),
-        carray(address_to_words(address + header[ENTRIES_OFFSET]), num_lanes * header[LANE_ENTRIES] * ENTRY_WORDS),
-        carray(address_to_words(address + header[SLOTS_OFFSET]), num_slots * SLOT_WORDS),
-        carray(address_to_int32(address + header[TOKENS_OFFSET]), num_slots * header[TOKEN_ROW_TOKENS]),
-        carray(address_to_words(address + header[METRICS_OFFSET]), (1 + num_lanes) * METRICS_WORDS),
+        word_table(address + header[LANES_OFFSET], num_lanes * LANE_WORDS),
+        word_table(address + header[ENTRIES_OFFSET], num_lanes * header[LANE_ENTRIES] * ENTRY_WORDS),
+        word_table(address + header[SLOTS_OFFSET], num_slots * SLOT_WORDS),
+        int32_table(address + header[TOKENS_OFFSET], num_slots * header[TOKEN_ROW_TOKENS]),
+        word_table(address + header[METRICS_OFFSET], (1 + num_lanes) * METRICS_WORDS),
     )
 
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray
 from numpy.typing import NDArray
 
-from ironbatch.kernels.atomics import address_to_int32, address_to_words
 from ironbatch.kernels.jit import inline
+from ironbatch.kernels.tables import int32_table, word_table
 from ironbatch.limits import PRIORITY_CLASSES
 
 CACHE_LINE_BYTES = 64
@@ -169,7 +168,7 @@ ROW_PRODUCED = _column(PLAN_ROW, "produced_tokens")
 
 
 class State(NamedTuple):
-    """Views of the arena, for kernels. int64: header, arrival_ns, seeds, kv_slot_mapping; the rest int32. All flat."""
+    """Tables of the arena, for kernels. header, arrival_ns and seeds are int64; the rest int32."""
 
     header: Any
     sequences: Any
@@ -193,32 +192,32 @@ class State(NamedTuple):
 @inline
 def open_state(address):
     """All tables of the arena at `address` that scheduling needs."""
-    h = carray(address_to_words(address), HEADER_WORDS)
+    h = word_table(address, HEADER_WORDS)
     slots = h[NUM_SLOTS]
     limit = h[RUNNING_LIMIT]
     return State(
         h,
-        carray(address_to_int32(address + h[_SEQUENCES]), slots * SEQUENCE_WORDS),
-        carray(address_to_words(address + h[_ARRIVAL]), slots),
-        carray(address_to_words(address + h[_SEEDS]), slots),
-        carray(address_to_int32(address + h[_RUNNING]), limit),
-        carray(address_to_int32(address + h[_HEADS]), PRIORITY_CLASSES),
-        carray(address_to_int32(address + h[_TAILS]), PRIORITY_CLASSES),
-        carray(address_to_int32(address + h[_FREE]), h[NUM_BLOCKS]),
-        carray(address_to_int32(address + h[_REFCOUNTS]), h[NUM_BLOCKS]),
-        carray(address_to_int32(address + h[_BLOCK_TABLES]), slots * h[BLOCKS_PER_SEQUENCE]),
-        carray(address_to_int32(address + h[_ROWS]), limit * ROW_WORDS),
-        carray(address_to_int32(address + h[_OUT_COUNTS]), limit),
-        carray(address_to_int32(address + h[_OUT_TOKENS]), limit * h[TOKENS_PER_STEP]),
-        carray(address_to_int32(address + h[_OUT_FINISH]), limit),
-        carray(address_to_int32(address + h[_FORGET]), 2 * slots),
-        carray(address_to_int32(address + h[_NEWS]), h[NUM_LANES]),
-        carray(address_to_int32(address + h[_WAKES]), h[NUM_LANES]),
+        int32_table(address + h[_SEQUENCES], slots * SEQUENCE_WORDS),
+        word_table(address + h[_ARRIVAL], slots),
+        word_table(address + h[_SEEDS], slots),
+        int32_table(address + h[_RUNNING], limit),
+        int32_table(address + h[_HEADS], PRIORITY_CLASSES),
+        int32_table(address + h[_TAILS], PRIORITY_CLASSES),
+        int32_table(address + h[_FREE], h[NUM_BLOCKS]),
+        int32_table(address + h[_REFCOUNTS], h[NUM_BLOCKS]),
+        int32_table(address + h[_BLOCK_TABLES], slots * h[BLOCKS_PER_SEQUENCE]),
+        int32_table(address + h[_ROWS], limit * ROW_WORDS),
+        int32_table(address + h[_OUT_COUNTS], limit),
+        int32_table(address + h[_OUT_TOKENS], limit * h[TOKENS_PER_STEP]),
+        int32_table(address + h[_OUT_FINISH], limit),
+        int32_table(address + h[_FORGET], 2 * slots),
+        int32_table(address + h[_NEWS], h[NUM_LANES]),
+        int32_table(address + h[_WAKES], h[NUM_LANES]),
     )
 
 
 class PlanTokens(NamedTuple):
-    """The per-token tables of a plan: token_ids, positions (int32) and kv_slot_mapping (int64), flat."""
+    """The per-token tables of a plan: token_ids and positions are int32, kv_slot_mapping int64."""
 
     token_ids: Any
     positions: Any
@@ -228,12 +227,12 @@ class PlanTokens(NamedTuple):
 @inline
 def open_plan_tokens(address):
     """The tables that only backends which compute attention need."""
-    h = carray(address_to_words(address), HEADER_WORDS)
+    h = word_table(address, HEADER_WORDS)
     tokens = h[BATCH_TOKENS]
     return PlanTokens(
-        carray(address_to_int32(address + h[_TOKEN_IDS]), tokens),
-        carray(address_to_int32(address + h[_POSITIONS]), tokens),
-        carray(address_to_words(address + h[_MAPPING]), tokens),
+        int32_table(address + h[_TOKEN_IDS], tokens),
+        int32_table(address + h[_POSITIONS], tokens),
+        word_table(address + h[_MAPPING], tokens),
     )
 
 
@@ -283,7 +282,8 @@ class StateArena:
         starts = [_aligned(STATE_HEADER.itemsize)]
         for size in sizes:
             starts.append(starts[-1] + _aligned(size))
-        memory = np.zeros(starts[-1] + CACHE_LINE_BYTES, np.uint8)
+        memory = np.empty(starts[-1] + CACHE_LINE_BYTES, np.uint8)
+        memory.fill(0)  # np.zeros would leave the pages to the steps that first touch them
         shift = -memory.ctypes.data % CACHE_LINE_BYTES
         self._memory = memory[shift : shift + starts[-1]]
         self.address = int(self._memory.ctypes.data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import NoReturn
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class Scheduler:
         backend: Backend,
         clock: Clock,
     ) -> None:
-        self._clock = clock
+        self._now_ns = clock.now_ns
         self._backend = backend
         self._lane_bells = lane_bells
         self._segment = segment
@@ -54,7 +55,7 @@ class Scheduler:
         )
         self._plan = BatchPlan(self.arena, segment)
         self._addresses = (self.arena.address, segment.address)
-        self._words = self.arena.words
+        self._words = self.arena.words.data  # whose items are Python's integers, in half of numpy's time
         self._backend_is_open = False
 
     def open(self) -> int:
@@ -64,7 +65,7 @@ class Scheduler:
         """
         header = self._segment.header
         header["longest_step_ns"] = self._backend.longest_step_ns
-        header["heartbeat_ns"] = self._clock.now_ns()
+        header["heartbeat_ns"] = self._now_ns()
         self._backend.start(self._kv, self._limits)
         self._backend_is_open = True
         waiting = int(rebuild(*self._addresses, int(self._backend.resumable)))
@@ -76,17 +77,17 @@ class Scheduler:
 
     def beat(self) -> None:
         """Say that the scheduler lives."""
-        self._segment.header["heartbeat_ns"] = self._clock.now_ns()
+        self._segment.header["heartbeat_ns"] = self._now_ns()
 
     def step(self) -> int:
         """Run one step. Returns the number of sequences that it computed; 0 means that there is nothing to do."""
-        now_ns = self._clock.now_ns()
         state, shared = self._addresses
+        now_ns = self._now_ns()
         drain(state, shared, now_ns)
         if not self._backend_is_open and not self._reopen():
             self._wake(announce(state, shared))
             return 0
-        count = plan(state, shared, now_ns)
+        count: int = plan(state, shared, now_ns)
         batch = self._plan
         batch.renew(count)
         try:
@@ -98,12 +99,15 @@ class Scheduler:
             output = self._backend.execute(batch)
             if output is not batch.output:
                 self._copy_output(output, count)
-            wakes = self._commit(count)
+            wakes = commit(state, shared)
+            if wakes == INVALID_OUTPUT:
+                self._refuse_output(count)
         except Exception as problem:  # a backend's fault must not end the server
             self._execute_failed(problem)
             wakes = announce(state, shared)
-        self._wake(wakes)
-        return int(count)
+        if wakes:
+            self._wake(wakes)
+        return count
 
     def close(self) -> None:
         """Close the backend; the segment stays as it is, for a successor."""
@@ -112,12 +116,11 @@ class Scheduler:
             self._backend.close()
 
     def _wake(self, count: int) -> None:
-        if count:
-            for lane in self.arena.views["wakes"][:count].tolist():
-                self._lane_bells[lane].ring()
+        for lane in self.arena.views["wakes"][:count].tolist():
+            self._lane_bells[lane].ring()
 
     def _forget(self) -> None:
-        count = int(self._words[FORGET_COUNT])
+        count = self._words[FORGET_COUNT]
         self._words[FORGET_COUNT] = 0
         self._backend.forget(self.arena.views["forget"][:count])
 
@@ -131,10 +134,7 @@ class Scheduler:
         mine.token_ids[:total] = output.token_ids[:total]
         mine.finish_reasons[:count] = output.finish_reasons[:count]
 
-    def _commit(self, count: int) -> int:
-        wakes = int(commit(*self._addresses))
-        if wakes != INVALID_OUTPUT:
-            return wakes
+    def _refuse_output(self, count: int) -> NoReturn:
         counts, most = self._plan.output.counts[:count], self.arena.geometry.tokens_per_step
         row = int(np.argmax((counts < 0) | (counts > most)))
         raise ValueError(f"the backend emitted {counts[row]} tokens for row {row}; its max_tokens_per_step is {most}")

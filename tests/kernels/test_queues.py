@@ -30,7 +30,7 @@ def dequeue(address, sequence):
 
 @kernel("int64(intp)")
 def first_waiting(address):
-    return queues.first_waiting(open_state(address))
+    return queues.first_waiting(open_state(address), 0)
 
 
 @kernel("int64(intp, int64)")

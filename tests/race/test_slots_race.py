@@ -9,10 +9,12 @@ import pytest
 from numba import carray
 
 from ironbatch import layout
+from ironbatch.kernels import slots
 from ironbatch.kernels.atomics import address_to_words, fetch_add, load_acquire, store_release
-from ironbatch.kernels.jit import inline, kernel
+from ironbatch.kernels.jit import callable_in_kernels, inline, kernel
 from ironbatch.kernels.shared import (
     GENERATION,
+    NUM_SLOTS,
     OWNER,
     PUBLISHED,
     SLOT_WORDS,
@@ -22,13 +24,15 @@ from ironbatch.kernels.shared import (
     published_reason,
     published_word,
 )
-from ironbatch.kernels.slots import slot_claim, slot_release
 from ironbatch.shm.segment import Segment
 from tests.race.processes import LINE_WORDS, Patience, race, scratch_of, shared_segment
 
 pytestmark = pytest.mark.race
 
 CONTROL_S = 15.0
+
+slot_claim = callable_in_kernels(slots.slot_claim)
+slot_release = callable_in_kernels(slots.slot_release)
 
 # ------------------------------------------------------------------------------------------------ claim and release
 
@@ -60,7 +64,7 @@ def claim_unlocked(shared, owner, start, num_slots):
 def claim_often(address, scratch_address, owner, first, end, is_control):
     """Claim, use and release slots. Returns how many claims are done: fewer when all slots are taken; or SHARED."""
     shared = open_shared(address)
-    num_slots = len(shared.slots) // SLOT_WORDS
+    num_slots = shared.header[NUM_SLOTS]
     scratch = carray(address_to_words(scratch_address), num_slots * LINE_WORDS)
     for claim in range(first, end):
         start = (claim * 7 + owner) % num_slots

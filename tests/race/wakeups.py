@@ -9,10 +9,11 @@ from __future__ import annotations
 from numba import carray
 
 from ironbatch import layout
+from ironbatch.kernels import lanes
 from ironbatch.kernels.atomics import address_to_words, exchange, load_acquire, store_release
 from ironbatch.kernels.commit import gather_wakes
-from ironbatch.kernels.jit import inline, kernel
-from ironbatch.kernels.lanes import arm_scheduler, disarm_scheduler, lane_drain, must_ring_scheduler, push_hint
+from ironbatch.kernels.jit import callable_in_kernels, inline, kernel
+from ironbatch.kernels.lanes import lane_drain, must_ring_scheduler, push_hint
 from ironbatch.kernels.shared import (
     HEAD,
     LANE_WORDS,
@@ -28,6 +29,9 @@ from ironbatch.kernels.shared import (
 from ironbatch.kernels.slots import slots_collect
 from ironbatch.kernels.state import open_state
 from tests.race.processes import LINE_WORDS
+
+arm_scheduler = callable_in_kernels(lanes.arm_scheduler)
+disarm_scheduler = callable_in_kernels(lanes.disarm_scheduler)
 
 LANE = 0
 SLOT = 0
