@@ -10,7 +10,6 @@ Single-threaded throughout, since schedulers are forked from it, warm.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import select
@@ -20,9 +19,13 @@ import subprocess
 import sys
 import time
 
+import numpy as np
+
 from ironbatch.clock import MonotonicClock
 from ironbatch.config import Config
 from ironbatch.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, StartError
+from ironbatch.health import health_problem, progress_problem
+from ironbatch.listener import bind_listener, url_of
 from ironbatch.processes import (
     CHILD_ENVIRONMENT,
     StartSignals,
@@ -33,20 +36,16 @@ from ironbatch.processes import (
     signal_pipe,
 )
 from ironbatch.scheduler.keeper import SchedulerKeeper
+from ironbatch.service_manager import ServiceManager
 from ironbatch.shm.engine import Engine
 
 _log = logging.getLogger("ironbatch.supervisor")
 
-LISTEN_BACKLOG = 2048
 GUNICORN_STOP_S = 40.0  # its graceful_timeout, and what it needs to notice
 READY_POLL_S = 0.02
+COMPILE_LIMIT_S = 600.0  # on any machine; a service manager that would wait for less is asked for so much
 STDIN = 0
 
-_BIND_REMEDIES = {
-    errno.EADDRINUSE: "another process listens there: stop it, or choose another port with --addr",
-    errno.EACCES: "ports below 1024 need privileges: choose another port with --addr",
-    errno.EADDRNOTAVAIL: "no interface of this machine has that address: use one that has, or :PORT for all",
-}
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _FORWARDED = (signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR1)
 
@@ -60,6 +59,7 @@ def serve(config: Config) -> int:
     signals = StartSignals()
     _prepare(config)
     with contextlib.ExitStack() as stack:
+        manager = stack.enter_context(contextlib.closing(ServiceManager.from_environ(os.environ, MonotonicClock())))
         listener = stack.enter_context(bind_listener(config))
         engine = stack.enter_context(contextlib.closing(Engine.create(config, MonotonicClock().now_ns())))
         try:
@@ -67,9 +67,9 @@ def serve(config: Config) -> int:
         except OSError as problem:
             raise StartError(f"cannot start gunicorn: {problem.strerror}; see `ulimit -a`") from None
         stack.callback(_kill_group, web)
-        url = _url(config, listener)
+        url = url_of(config, listener)
         listener.close()  # gunicorn has it; a copy here would keep the port open after gunicorn's end
-        return Supervisor(config, engine, web, url=url).run(signals)
+        return Supervisor(config, engine, web, manager, url=url).run(signals)
 
 
 def run_engine() -> int:
@@ -80,7 +80,9 @@ def run_engine() -> int:
         config = Config.load({}, os.environ)
         _prepare(config)
         engine = Engine.from_environ(os.environ)
-        return Supervisor(config, engine, web=None, lifeline=STDIN).run(signals)
+        # The service's main process, and who speaks for it, is the gunicorn.
+        manager = ServiceManager.from_environ({}, MonotonicClock())
+        return Supervisor(config, engine, None, manager, lifeline=STDIN).run(signals)
     except ConfigError as problem:
         print(*(f"ironbatch: error: {line}" for line in problem.problems), sep="\n", file=sys.stderr)
         return EXIT_USAGE
@@ -96,6 +98,7 @@ class Supervisor:
         config: the engine's configuration.
         engine: made already.
         web: the gunicorn arbiter, or None.
+        manager: is told what becomes of the service.
         url: where it will serve; printed once it does.
         lifeline: a descriptor whose end of file says that the parent is gone, or None.
     """
@@ -105,6 +108,7 @@ class Supervisor:
         config: Config,
         engine: Engine,
         web: subprocess.Popen[bytes] | None,
+        manager: ServiceManager,
         *,
         url: str | None = None,
         lifeline: int | None = None,
@@ -114,14 +118,19 @@ class Supervisor:
         self._lanes = engine.segment.lanes
         self._keeper = SchedulerKeeper(config, engine)
         self._web = web
-        self._unannounced_url = url
+        self._manager = manager
+        self._clock = MonotonicClock()
+        self._url = url
+        self._has_served = False
+        # While workers are awaited: the generation of each lane that does not count, being from before. Else None.
+        self._old_generations = None if url is None else np.zeros_like(self._lanes["generation"])
         self._lifeline = lifeline
 
     def run(self, start_signals: StartSignals) -> int:
         """Start the scheduler, and watch until somebody says stop or nothing is left to do. Returns the exit code."""
         try:
             with start_signals.interrupt():
-                self._keeper.warm_up()
+                self._warm_up()
         except StopRequested:
             return EXIT_OK
         with signal_pipe(*_STOPS, signal.SIGCHLD, signal.SIGUSR2, *_FORWARDED) as signals:
@@ -137,14 +146,22 @@ class Supervisor:
                 if self._keeper.cannot_start or (self._web is not None and self._web.poll() is not None):
                     return self._give_up(signals)
                 self._announce()
+                self._beat()
+
+    def _warm_up(self) -> None:
+        if self._keeper.must_compile():
+            self._manager.starting(
+                "compiling the kernels, for the first time or after a change", limit_s=COMPILE_LIMIT_S
+            )
+        self._keeper.warm_up()
+        self._manager.starting("starting the scheduler and the web workers")
 
     def _wait(self, signals: int) -> list[int]:
         """Sleep until something is due. Returns the signals; where there is a lifeline, it alone says stop."""
-        timeout_s = self._keeper.due_in_s()
-        if self._unannounced_url is not None:
-            timeout_s = READY_POLL_S if timeout_s is None else min(timeout_s, READY_POLL_S)
+        poll_s = None if self._old_generations is None else READY_POLL_S
+        dues_s = [due_s for due_s in (poll_s, self._keeper.due_in_s(), self._manager.due_in_s()) if due_s is not None]
         watched = [signals] if self._lifeline is None else [signals, self._lifeline]
-        readable, _, _ = select.select(watched, [], [], timeout_s)
+        readable, _, _ = select.select(watched, [], [], min(dues_s, default=None))
         numbers = read_signals(signals)
         if self._lifeline is None:
             return numbers
@@ -156,33 +173,71 @@ class Supervisor:
 
     def _forward(self, number: int) -> None:
         if number in _FORWARDED and self._web is not None:
+            if number == signal.SIGHUP and self._has_served:
+                self._old_generations = self._lanes["generation"].copy()
+                self._manager.reloading()
             self._web.send_signal(number)
         elif number == signal.SIGUSR2:
             _log.error("USR2 is refused, it would start a second engine: use HUP to reload, or restart the service")
 
     def _announce(self) -> None:
-        if self._unannounced_url is None or not self._header["scheduler_ready"]:
+        """Say that it serves, as soon as /health would say so too; and again once a reload has replaced all workers."""
+        if self._old_generations is None:
             return
-        serving = (self._lanes["serving_generation"] == self._lanes["generation"]) & (self._lanes["generation"] > 0)
-        if int(serving.sum()) >= self._config.workers:
+        lanes = self._lanes
+        are_serving = lanes["serving_generation"] == lanes["generation"]
+        are_new = lanes["generation"] != self._old_generations
+        if int((are_serving & are_new).sum()) < self._config.workers or self._health_problem() is not None:
+            return
+        self._old_generations = None
+        if not self._has_served:
+            self._has_served = True
             try:
-                print(f"ironbatch: serving on {self._unannounced_url}", flush=True)
+                print(f"ironbatch: serving on {self._url}", flush=True)
             except OSError:  # nobody can read it, which is no reason to stop serving
                 sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  for the rest of this process
-            self._unannounced_url = None
+        self._manager.ready(self._status())
+
+    def _beat(self) -> None:
+        """Feed the service manager's watchdog, unless a scheduler that should be stepping does not.
+
+        A step that is within its backend's longest is progress, and need not be shorter than the watchdog's time: this
+        process feeds it, not the step. It is also fed while a scheduler waits for its restart or starts, and while a
+        backend is reopened: somebody is at work on these, and to start everything anew would do the same work with the
+        streams lost. /health tells of them. What is left is what only a new start can end: a scheduler or a device
+        that hangs, and this process's own hanging, which needs no judgement.
+        """
+        if self._manager.due_in_s() != 0:
+            return
+        is_stepping = bool(self._header["scheduler_ready"]) and not self._keeper.is_starting
+        stall = progress_problem(self._header, self._clock.now_ns()) if is_stepping else None
+        self._manager.beat(self._status(), is_making_progress=stall is None)
+
+    def _status(self) -> str:
+        """One line for `systemctl status`."""
+        problem, restarts = self._health_problem(), int(self._header["epoch"]) - 1
+        if not self._has_served:
+            return f"not serving yet: {problem or 'waiting for the web workers'}"
+        told = f"; restarts of the scheduler: {restarts}" if restarts else ""
+        return (f"serving on {self._url}" if problem is None else f"not serving: {problem}") + told
+
+    def _health_problem(self) -> str | None:
+        return health_problem(self._header, self._clock.now_ns())
 
     def _give_up(self, signals: int) -> int:
         if self._keeper.cannot_start:
-            _log.error("the scheduler cannot start; stopping")
+            reason = "the scheduler cannot start"
         else:
             assert self._web is not None
-            _log.error("gunicorn has ended with status %s; stopping", self._web.returncode)
-        self._stop(signals, is_quick=True)
+            reason = f"gunicorn has ended with status {self._web.returncode}"
+        _log.error("%s; stopping", reason)
+        self._stop(signals, is_quick=True, reason=reason)
         return EXIT_FAILED
 
-    def _stop(self, signals: int, *, is_quick: bool) -> int:
+    def _stop(self, signals: int, *, is_quick: bool, reason: str = "told to stop") -> int:
         """Let running streams end, unless `is_quick`; then stop the scheduler. A second signal makes it quick."""
         self._header["draining"] = 1
+        self._manager.stopping(reason if is_quick else f"{reason}; running streams may end")
         if self._web is not None:
             self._web.send_signal(signal.SIGQUIT if is_quick else signal.SIGTERM)
             deadline_s = time.monotonic() + GUNICORN_STOP_S
@@ -194,26 +249,6 @@ class Supervisor:
             _kill_group(self._web)
         self._keeper.stop()
         return EXIT_OK
-
-
-def bind_listener(config: Config) -> socket.socket:
-    """The listening socket. Raises StartError in one line that says why not."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as problem:
-        raise StartError(f"cannot listen on {config.addr}: {problem.strerror}; check the host in --addr") from None
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(LISTEN_BACKLOG)
-    except OSError as problem:
-        listener.close()
-        remedy = _BIND_REMEDIES.get(problem.errno or 0, "choose another with --addr")
-        raise StartError(f"cannot listen on {config.addr}: {os.strerror(problem.errno or 0)}; {remedy}") from None
-    return listener
 
 
 def start_gunicorn(config: Config, engine: Engine, listener: socket.socket) -> subprocess.Popen[bytes]:
@@ -253,11 +288,6 @@ def _prepare(config: Config) -> None:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-
-
-def _url(config: Config, listener: socket.socket) -> str:
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"http://{host}:{listener.getsockname()[1]}"
 
 
 if __name__ == "__main__":

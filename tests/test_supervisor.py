@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from ironbatch import supervisor
 from ironbatch.config import Config
 from ironbatch.errors import ConfigError, StartError
-from ironbatch.supervisor import bind_listener
+from ironbatch.listener import bind_listener, url_of
 from tests.shm.descriptors import open_descriptors
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +51,7 @@ def test_ipv6() -> None:
         pytest.skip(f"no IPv6 here: {problem}")
     with bind_listener(Config(addr="[::1]:0")) as listener:
         assert listener.family == socket.AF_INET6
-        assert supervisor._url(Config(addr="[::1]:0"), listener) == f"http://[::1]:{listener.getsockname()[1]}"
+        assert url_of(Config(addr="[::1]:0"), listener) == f"http://[::1]:{listener.getsockname()[1]}"
 
 
 def test_a_port_that_is_taken() -> None:

@@ -43,16 +43,29 @@ class SchedulerKeeper:
         self._engine = engine
         self._pid = 0
         self._started_s = 0.0
+        self._started_ns = 0
         self._short_lives = 0
         self._restart_at_s: float | None = None
         self._has_served = False
         self.cannot_start = False
 
-    def warm_up(self) -> None:
-        """Import the scheduler, which compiles its kernels or loads them from the cache."""
+    @property
+    def is_starting(self) -> bool:
+        """Whether a scheduler is still to run its first step: it waits for its turn, or starts its backend.
+
+        `scheduler_ready` does not tell: it stays as the last one has left it, since no client need notice a restart.
+        """
+        return not self._pid or int(self._engine.segment.header["step_started_ns"]) < self._started_ns
+
+    def must_compile(self) -> bool:
+        """Whether `warm_up` will take long."""
         from ironbatch.kernels import jit  # noqa: PLC0415  numba's import; gunicorn starts meanwhile
 
-        if not jit.is_compiled("ironbatch.kernels.intake"):
+        return not jit.is_compiled("ironbatch.kernels.intake")
+
+    def warm_up(self) -> None:
+        """Import the scheduler, which compiles its kernels or loads them from the cache."""
+        if self.must_compile():
             _log.info("compiling the kernels, for the first time or after a change; this takes a while")
         from ironbatch.scheduler import process  # noqa: F401, PLC0415  likewise
 
@@ -63,7 +76,9 @@ class SchedulerKeeper:
         self._restart_at_s = None
         self._started_s = time.monotonic()
         self._engine.segment.header["epoch"] += 1
-        self._pid = fork_scheduler(self._config, self._engine, MonotonicClock())
+        clock = MonotonicClock()
+        self._started_ns = clock.now_ns()
+        self._pid = fork_scheduler(self._config, self._engine, clock)
 
     def due_in_s(self) -> float | None:
         """Seconds until `look` has something to do whatever happens; None: only a SIGCHLD gives it something."""

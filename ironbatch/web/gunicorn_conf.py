@@ -23,6 +23,7 @@ from gunicorn.errors import HaltServer
 from ironbatch.clock import MonotonicClock
 from ironbatch.config import Config
 from ironbatch.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, StartError
+from ironbatch.listener import LISTEN_BACKLOG
 from ironbatch.processes import (
     CHILD_ENVIRONMENT,
     die_with_parent,
@@ -50,20 +51,47 @@ open_standard_streams()
 ignore_reload_signals()
 _config = _load_config()
 
+# The configuration's, so that both ways to start are configured in one way.
 bind = _config.addr
 workers = _config.workers
 loglevel = _config.log_level
+
+# In place of "gunicorn" in the arbiter's title.
 proc_name = "ironbatch"
+
+# gunicorn's own asgi worker stops a stream as soon as its client has gone; the uvicorn worker did not stop it at all.
 worker_class = "asgi"
 asgi_loop = "uvloop"
-asgi_lifespan = "on"  # the collector starts and stops with the event loop
-asgi_disconnect_grace_period = 0  # a client that goes frees its KV blocks at once, not 3 s later
-control_socket_disable = True  # one way to control an engine is enough: signals
-keepalive = 5  # seconds an idle connection may stay; it also delays a shutdown by so much
-timeout = 30  # seconds without a sign of life before the arbiter replaces a worker
-graceful_timeout = 30  # seconds that running streams get at shutdown
-backlog = 2048
-preload_app = False  # the application belongs to a worker: it holds a lane
+
+# The collector starts and stops with the event loop. "auto" would serve without it where its start fails.
+asgi_lifespan = "on"
+
+# A client that goes frees its KV blocks at once, not 3 s later: there is nothing that a stream would have to finish.
+asgi_disconnect_grace_period = 0
+
+# The application belongs to a worker: it holds a lane, which is given out after the fork.
+preload_app = False
+
+# One way to control an engine is enough: signals.
+control_socket_disable = True
+
+# A worker shows life by touching a file. On a disk that could block it for as long as the disk is busy, and an engine
+# has /dev/shm anyway.
+worker_tmp_dir = "/dev/shm"  # noqa: S108  a file without a name
+
+# Seconds without a sign of life before the arbiter replaces a worker. Its event loop gives it, so a stream may take as
+# long as it likes; only a worker that hangs is silent.
+timeout = 30
+
+# Seconds that running streams get at a shutdown or a reload. Whoever stops the service must wait for longer: the
+# supervisor does for 40 s, deploy/ironbatch.service for 45.
+graceful_timeout = 30
+
+# Seconds that an idle connection may stay for its next request. A shutdown waits for it too, hence not longer.
+keepalive = 5
+
+# Connections that wait to be accepted: a burst should wait for its answer, or its 503, not for TCP's next try.
+backlog = LISTEN_BACKLOG
 
 
 @dataclasses.dataclass

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import falcon
 import msgspec
 from falcon.asgi import Request, Response
 
 from ironbatch.clock import Clock
 from ironbatch.errors import RETRY_AFTER_S
+from ironbatch.health import health_problem
 from ironbatch.metrics import snapshot
 from ironbatch.shm.segment import Segment
 
-NS_PER_S = 1_000_000_000
-HEALTH_GRACE_NS = 2 * NS_PER_S
-"""How long beyond the backend's declared longest step the heart may miss its beat."""
-
-
-def health_problem(header: Any, now_ns: int) -> str | None:
-    """Why the engine cannot serve now, or None when it can.
-
-    It asks for progress, not for life: a scheduler that is stopped, or hangs in its device, still has a pid.
-    """
-    if header["draining"]:
-        return "the engine is shutting down"
-    if not header["scheduler_ready"]:
-        return f"the scheduler is starting, or opens its backend (start {header['epoch']}); the server's log says more"
-    silent_ns = now_ns - int(header["heartbeat_ns"])
-    if silent_ns > int(header["longest_step_ns"]) + HEALTH_GRACE_NS:
-        where = "in a call to its backend" if header["in_device_call"] else "outside its backend"
-        return f"the scheduler has made no progress for {silent_ns / NS_PER_S:.1f} s, {where}"
-    return None
+__all__ = ["HealthResource", "MetricsResource", "health_problem"]
 
 
 class HealthResource:

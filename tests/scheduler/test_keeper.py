@@ -275,6 +275,36 @@ def test_one_that_is_stopped_is_not_dead(keeper: SchedulerKeeper, stubs: Stubs) 
     keeper.stop()
 
 
+def test_it_is_starting_until_its_first_step(
+    keeper: SchedulerKeeper, stubs: Stubs, time: FakeTime, engine: Engine
+) -> None:
+    header = engine.segment.header
+
+    def step() -> None:
+        header["step_started_ns"] = real_time.monotonic_ns()  # as the scheduler does, idle or not
+
+    assert keeper.is_starting, "there is none yet"
+    keeper.start()
+    header["scheduler_ready"] = 1
+    assert keeper.is_starting
+    step()
+    assert not keeper.is_starting
+    stubs.kill()
+    keeper.look()
+    assert len(stubs.pids) == 2
+    assert keeper.is_starting, "the step was its predecessor's"
+    stubs.kill()
+    keeper.look()
+    assert keeper.due_in_s(), "the next one has to wait"
+    step()
+    assert keeper.is_starting, "nobody is there"
+    time.sleep(BACKOFF_MAX_S)
+    keeper.look()
+    step()
+    assert not keeper.is_starting
+    keeper.stop()
+
+
 # ------------------------------------------------------------------------------------------------- that cannot start
 
 

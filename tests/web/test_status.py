@@ -1,23 +1,19 @@
-"""When the engine is healthy, and what /metrics shows."""
+"""What /health and /metrics show; when the engine is healthy is tests/test_health.py's business."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import msgspec
-import numpy as np
-import pytest
 
-from ironbatch import layout
 from ironbatch.clock import FakeClock
+from ironbatch.health import HEALTH_GRACE_NS
 from ironbatch.shm.segment import Segment
-from ironbatch.web.status import HEALTH_GRACE_NS, HealthResource, MetricsResource, health_problem
+from ironbatch.web.status import HealthResource, MetricsResource
 from tests.support import small_config
 from tests.web.fakes import in_loop
 
 NS_PER_S = 1_000_000_000
-LONGEST_NS = 3 * NS_PER_S
 NOW_NS = 1000 * NS_PER_S
 
 
@@ -28,51 +24,6 @@ class FakeResponse:
     content_type: str
     data: bytes
     retry_after: int | None = None
-
-
-def a_header(**words: int) -> Any:
-    header = np.zeros(1, layout.HEADER)[0]
-    healthy = {"scheduler_ready": 1, "heartbeat_ns": NOW_NS, "longest_step_ns": LONGEST_NS}
-    for name, value in (healthy | words).items():
-        header[name] = value
-    return header
-
-
-def test_a_scheduler_that_beats_is_healthy() -> None:
-    assert health_problem(a_header(), NOW_NS) is None
-
-
-@pytest.mark.parametrize(
-    ("draining", "ready", "has_beaten", "is_late", "in_device"), list(itertools.product([0, 1], repeat=5))
-)
-def test_every_combination(draining: int, ready: int, has_beaten: int, is_late: int, in_device: int) -> None:
-    header = a_header(
-        draining=draining,
-        scheduler_ready=ready,
-        heartbeat_ns=NOW_NS - (LONGEST_NS + HEALTH_GRACE_NS + is_late) if has_beaten else 0,
-        in_device_call=in_device,
-    )
-    problem = health_problem(header, NOW_NS)
-    if draining:
-        assert problem == "the engine is shutting down"
-    elif not ready:
-        assert problem is not None
-        assert problem.startswith("the scheduler is starting, or opens its backend (start ")
-    elif has_beaten and not is_late:
-        assert problem is None
-    else:
-        where = "in a call to its backend" if in_device else "outside its backend"
-        silent_s = "5.0" if has_beaten else "1000.0"
-        assert problem == f"the scheduler has made no progress for {silent_s} s, {where}"
-
-
-@pytest.mark.parametrize("longest_ns", [0, 1, LONGEST_NS, 3_600 * NS_PER_S])
-def test_a_step_may_take_as_long_as_its_backend_says_and_a_grace(longest_ns: int) -> None:
-    last = NOW_NS - longest_ns - HEALTH_GRACE_NS
-    header = a_header(longest_step_ns=longest_ns, heartbeat_ns=max(last, 0))
-    at = int(header["heartbeat_ns"]) + longest_ns + HEALTH_GRACE_NS
-    assert health_problem(header, at) is None
-    assert health_problem(header, at + 1) is not None
 
 
 @in_loop
