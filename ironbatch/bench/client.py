@@ -7,15 +7,9 @@ import aiohttp
 import msgspec
 
 from ironbatch.bench.measure import Failure, Measurements
-from ironbatch.bench.stream import (
-    MAX_LABEL_CHARS,
-    TRUNCATED,
-    ErrorObject,
-    ExpectedStream,
-    StreamChecker,
-    StreamFault,
-    shown,
-)
+from ironbatch.bench.measured_stream import MeasuredStream
+from ironbatch.bench.stream import MAX_LABEL_CHARS, TRUNCATED, ErrorObject, ExpectedStreams, StreamFault, shown
+from ironbatch.bench.workload import Shape
 from ironbatch.clock import Clock
 
 CONNECTION_REFUSED: Final = "connection refused"
@@ -37,35 +31,24 @@ _ERROR_DECODER: Final = msgspec.json.Decoder(_ErrorBody)
 
 
 class GenerateClient:
-    """Sends POST {url}/generate of one shape over connections that are kept. Needs a running event loop.
+    """Sends POST {url}/generate over connections that are kept. Needs a running event loop.
 
     `timeout_s` is how long a request may go without progress: until it is connected, and from then on until the
     answer's next bytes. Proxies, cookies and redirects play no part, and nothing is sent twice (aiohttp repeats
     idempotent requests only). To be left with `async with`.
     """
 
-    def __init__(
-        self,
-        url: str,
-        clock: Clock,
-        measurements: Measurements,
-        *,
-        prompt_tokens: int,
-        max_new_tokens: int,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, url: str, clock: Clock, *, timeout_s: float) -> None:
         self.url = url
-        self.measurements = measurements
         self._endpoint = f"{url}/generate"
         self._clock = clock
         self._timeout_s = timeout_s
         self._was_reached = False
-        self._expected = ExpectedStream(max_new_tokens)
-        self._body = b'{"prompt_tokens":%d,"max_new_tokens":%d}' % (prompt_tokens, max_new_tokens)
+        self._expected = ExpectedStreams()
         self._reading: set[aiohttp.ClientResponse] = set()
         self._end_abandoned_bodies()  # none yet, but it sets the timer
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),  # closed_loop limits what is in flight
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),  # the loops limit what is in flight
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={
                 "accept-encoding": "identity",
@@ -83,27 +66,34 @@ class GenerateClient:
         self._timer.cancel()
         await self._session.close()
 
-    async def generate(self) -> Failure | None:
-        """Do one request, measure it, and return why it failed, if it did."""
-        measurements = self.measurements
-        stream = _MeasuredStream(self._expected, self._clock, measurements)
+    async def generate(
+        self, shape: Shape, measurements: Measurements, *, intended_ns: int | None = None
+    ) -> Failure | None:
+        """Do one request, record it in `measurements`, and return why it failed, if it did.
+
+        Its latencies run from `intended_ns` on, which is not in the future; from now on without it.
+        """
+        stream = MeasuredStream(
+            self._expected.of(shape.max_new_tokens), self._clock, measurements, intended_ns=intended_ns
+        )
         try:
-            failure = await self._exchange(stream)
+            failure = await self._exchange(shape, stream)
         except StreamFault as fault:
             failure = Failure(fault.name, fault.detail)
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
             failure = self._connect_failure(error) or self._network_failure(error, stream.tokens)
+        finally:
+            stream.close()
         if failure is None:
-            measurements.succeeded += 1
-            measurements.ended_early += stream.ended_early
+            stream.succeed()
         else:
-            measurements.tokens_of_failed += stream.tokens
-            measurements.record_failure(failure)
+            stream.fail(failure)
         return failure
 
-    async def _exchange(self, stream: "_MeasuredStream") -> Failure | None:
+    async def _exchange(self, shape: Shape, stream: MeasuredStream) -> Failure | None:
         """Send the request and read its answer."""
-        async with self._session.post(self._endpoint, data=self._body, allow_redirects=False) as response:
+        body = b'{"prompt_tokens":%d,"max_new_tokens":%d}' % shape
+        async with self._session.post(self._endpoint, data=body, allow_redirects=False) as response:
             self._was_reached = True
             self._reading.add(response)
             try:
@@ -157,49 +147,6 @@ class GenerateClient:
                 return Failure(CONNECTION_LOST, "the server closed the connection")
             case _:
                 return Failure(CONNECTION_LOST, shown(str(error)) or type(error).__name__)
-
-
-class _MeasuredStream:
-    """Takes the stream of one answer, from the request's sending on, and measures it as it arrives."""
-
-    def __init__(self, expected: ExpectedStream, clock: Clock, measurements: Measurements) -> None:
-        self._checker = StreamChecker(expected)
-        self._clock = clock
-        self._measurements = measurements
-        self._sent_ns = self._last_ns = clock.now_ns()
-
-    @property
-    def tokens(self) -> int:
-        """Tokens received in order so far."""
-        return self._checker.tokens
-
-    @property
-    def ended_early(self) -> bool:
-        """Whether the stream was complete with fewer tokens than asked for."""
-        return self._checker.ended_early
-
-    def receive(self, data: bytes) -> None:
-        """Measure the lines that have come together, as `Measurements` says. Raises StreamFault."""
-        arrived_ns = self._clock.now_ns()
-        checker, measurements = self._checker, self._measurements
-        tokens_before = checker.tokens
-        try:
-            lines = checker.feed(data)
-        finally:  # those before a fault have arrived, too
-            measurements.tokens += checker.tokens - tokens_before
-        if lines == 0:
-            return
-        if checker.lines == lines:
-            measurements.ttft.record(arrived_ns - self._sent_ns)
-            measurements.inter_token.record(0, lines - 1)
-        else:
-            measurements.inter_token.record((arrived_ns - self._last_ns) // lines, lines)
-        self._last_ns = arrived_ns
-
-    def end(self) -> None:
-        """The answer has ended. Raises StreamFault."""
-        self._checker.finish()
-        self._measurements.end_to_end.record(self._clock.now_ns() - self._sent_ns)
 
 
 async def _status_failure(response: aiohttp.ClientResponse) -> Failure:

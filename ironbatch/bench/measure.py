@@ -1,61 +1,14 @@
-"""What a run measures: latency histograms of fixed size, counts, and failures by name."""
+"""What a run measures: latency histograms, counts, and failures by name."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Final
 
-SUB_BUCKET_BITS: Final = 11
-"""Values below 2**11 are kept exactly, larger ones to one part in 2**10."""
+from ironbatch.bench.bounds import LatencyBounds
+from ironbatch.bench.histogram import LatencyHistogram
+from ironbatch.bench.timeline import Timeline
 
-MAX_VALUE_NS: Final = 2**63 - 1
 MAX_FAILURE_NAMES: Final = 50
 OTHER_FAILURES: Final = "other failures"
-
-_HALF: Final = 1 << (SUB_BUCKET_BITS - 1)
-_BUCKETS: Final = (64 - SUB_BUCKET_BITS) * _HALF + _HALF
-
-
-class LatencyHistogram:
-    """Counts of durations in nanoseconds, in log-linear buckets (as HdrHistogram has them).
-
-    Its memory does not grow with the run; a percentile is off by at most 0.1 %.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.sum_ns = 0
-        self.max_ns = 0
-        self._counts = [0] * _BUCKETS
-
-    def record(self, value_ns: int, count: int = 1) -> None:
-        """Add `count` durations of `value_ns` each."""
-        assert 0 <= value_ns <= MAX_VALUE_NS, "a monotonic clock does not go back"
-        shift = max(value_ns.bit_length() - SUB_BUCKET_BITS, 0)
-        self._counts[shift * _HALF + (value_ns >> shift)] += count
-        self.count += count
-        self.sum_ns += count * value_ns
-        self.max_ns = max(self.max_ns, value_ns)
-
-    def percentile_ns(self, percent: float) -> float | None:
-        """The smallest value that `percent` of all don't exceed (nearest rank); None without values."""
-        if self.count == 0:
-            return None
-        rank = max(math.ceil(percent * self.count / 100), 1)
-        for index, count in enumerate(self._counts):
-            rank -= count
-            if rank <= 0:
-                return min(_bucket_middle_ns(index), float(self.max_ns))
-        raise AssertionError("the buckets hold fewer values than were counted")
-
-    def mean_ns(self) -> float | None:
-        """The mean, exactly; None without values."""
-        return self.sum_ns / self.count if self.count else None
-
-
-def _bucket_middle_ns(index: int) -> float:
-    shift = max(index // _HALF - 1, 0)
-    low = (index - shift * _HALF) << shift
-    return low + ((1 << shift) - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +35,30 @@ class FailureCount:
 class Measurements:
     """What the requests of one run came to.
 
-    TTFT runs from the send (connecting included) to the arrival of the first line. Inter-token latency is the
-    time from one token's arrival to the next one's: k lines that come together, g nanoseconds after those before,
-    count as k gaps of g / k, neither as one gap of g nor as one of g and k - 1 of nothing; those that come
-    together with the first line were not waited for, and count as gaps of 0. So the gaps of a stream always add
-    up to the time from its first token to its last, however the server or the network groups them.
+    A request's latencies run from its start: in the closed loop from the send (connecting included), in the open
+    loop from the time it was meant to be sent. `lag` is by how much the client itself sent it later than that; it
+    is part of the latencies, as the wait in a queue is part of a caller's.
 
-    Both, and the tokens, count as they arrive, also if the request fails later. End-to-end latency runs from the
-    send to the end of the answer, and is that of requests that succeed.
+    TTFT runs to the arrival of the first line. Inter-token latency is the time from one token's arrival to the
+    next one's: k lines that come together, g nanoseconds after those before, count as k gaps of g / k, neither as
+    one gap of g nor as one of g and k - 1 of nothing; those that come together with the first line were not
+    waited for, and count as gaps of 0. So the gaps of a stream always add up to the time from its first token to
+    its last, however the server or the network groups them.
+
+    Both, and the tokens, count as they arrive, also if the request fails later. End-to-end latency runs to the end
+    of the answer, and is that of requests that succeed. `good` are those that succeed within `bounds`.
     """
 
+    bounds: LatencyBounds = field(default_factory=LatencyBounds)
+    timeline: Timeline | None = None
     succeeded: int = 0
+    good: int = 0
     failed: int = 0
     ended_early: int = 0
     tokens: int = 0
     tokens_of_failed: int = 0
     failures: dict[str, FailureCount] = field(default_factory=dict)
+    lag: LatencyHistogram = field(default_factory=LatencyHistogram)
     ttft: LatencyHistogram = field(default_factory=LatencyHistogram)
     inter_token: LatencyHistogram = field(default_factory=LatencyHistogram)
     end_to_end: LatencyHistogram = field(default_factory=LatencyHistogram)
@@ -107,8 +68,8 @@ class Measurements:
         """Requests that are over, well or badly."""
         return self.succeeded + self.failed
 
-    def record_failure(self, failure: Failure) -> None:
-        """Count one failed request.
+    def record_failure(self, failure: Failure, at_ns: int) -> None:
+        """Count one request that has failed at this time.
 
         Servers choose some of the names; those beyond MAX_FAILURE_NAMES are counted together.
         """
@@ -117,3 +78,5 @@ class Measurements:
         if name not in self.failures and len(self.failures) >= MAX_FAILURE_NAMES:
             name = OTHER_FAILURES
         self.failures.setdefault(name, FailureCount(0, failure.detail)).count += 1
+        if self.timeline is not None:
+            self.timeline.at(at_ns).failed += 1

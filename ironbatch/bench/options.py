@@ -1,51 +1,64 @@
-"""The flags of `ironbatch bench`: name, default, bounds and help, each said once."""
+"""The parameters of a bench run, valid, from its flags."""
 
 import argparse
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
-from urllib.parse import urlsplit
+from typing import Any
 
-from ironbatch import limits
+from ironbatch.bench.bounds import LatencyBounds
+from ironbatch.bench.flags import CONCURRENCY, DEFAULT_CONCURRENCY, DEFAULT_TOTAL_REQUESTS, FLAGS, OPTIONAL_DEFAULTS
+from ironbatch.bench.lengths import Distribution
+from ironbatch.bench.option_rules import problems_between
+from ironbatch.bench.readers import RampRange
 from ironbatch.errors import ConfigError
-from ironbatch.limits import Bound, quoted
 
-CONCURRENCY: Final = Bound(1, 16_384)  # one connection each, all from one address to one port
-TOTAL_REQUESTS: Final = Bound(1, 100_000_000)
-PROMPT_TOKENS: Final = Bound(1, limits.MAX_MODEL_LEN.high)
-MAX_NEW_TOKENS: Final = Bound(0, limits.MAX_MODEL_LEN.high)
-TIMEOUT_MIN_S: Final = 0.001
-TIMEOUT_MAX_S: Final = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One flag: how `--help` shows it, and a reader that raises ValueError with the value and its bound."""
-
-    name: str
-    default: str | None
-    metavar: str
-    help: str
-    read: Callable[[str], object]
-
-    @property
-    def text(self) -> str:
-        """Such as `--total-requests`."""
-        return "--" + self.name.replace("_", "-")
+__all__ = ["FLAGS", "BenchOptions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """The parameters of a run, valid. `url` has no trailing slash; `json` is a path or None."""
+    """The parameters of a run, valid. `url` has no trailing slash; `trace`, `plot` and `json` are paths or None.
+
+    In the open loop `concurrency` is the most requests in flight, beyond which an arrival fails;
+    `has_concurrency_flag` says that the user has chosen it. `duration_s` and `total_requests` end the run, whichever
+    comes first; None is no such end.
+    """
 
     url: str
     concurrency: int
-    total_requests: int
-    prompt_tokens: int
-    max_new_tokens: int
+    has_concurrency_flag: bool
+    total_requests: int | None
+    duration_s: float | None
+    warm_up_s: float
+    rate: float | None
+    burstiness: float
+    seed: int
+    prompt_tokens: Distribution
+    max_new_tokens: Distribution
+    trace: str | None
+    time_scale: float
     timeout_s: float
+    percentiles: tuple[float, ...]
+    ttft_bound_ms: float | None
+    itl_bound_ms: float | None
+    ramp: RampRange | None
+    ramp_share: float
+    plot: str | None
     json: str | None
+
+    @property
+    def is_open_loop(self) -> bool:
+        """Whether requests arrive at times of their own, and not when those before are answered."""
+        return self.rate is not None or self.trace is not None or self.ramp is not None
+
+    @property
+    def replays_trace(self) -> bool:
+        """Whether the trace's own arrival times are used, and not its lengths only."""
+        return self.trace is not None and self.rate is None and self.ramp is None
+
+    @property
+    def bounds(self) -> LatencyBounds:
+        """What makes a request good."""
+        return LatencyBounds(self.ttft_bound_ms, self.itl_bound_ms)
 
     @classmethod
     def read(cls, arguments: argparse.Namespace) -> "BenchOptions":
@@ -58,83 +71,24 @@ class BenchOptions:
                 values[flag.name] = None if text is None else flag.read(str(text))
             except ValueError as error:
                 problems.append(f"{flag.text}: {error}")
+        if not problems:
+            problems = problems_between(values)
         if problems:
             raise ConfigError(problems)
-        return cls(**values)
+        return cls(**values | _settled(values))
 
 
-def _read_timeout(text: str) -> float:
-    bound = f"between {TIMEOUT_MIN_S:g} and {TIMEOUT_MAX_S:g}"
-    if re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)", text) is None:
-        raise ValueError(f"{quoted(text)} is not a number of seconds {bound}")
-    if not TIMEOUT_MIN_S <= float(text) <= TIMEOUT_MAX_S:
-        raise ValueError(f"{quoted(text)} is not {bound} seconds")
-    return float(text)
-
-
-def _read_url(text: str) -> str:
-    wanted = "use one such as http://127.0.0.1:8080"
-    if len(text) > limits.MAX_URL_CHARS:
-        raise ValueError(f"{len(text)} characters are over the limit of {limits.MAX_URL_CHARS}")
-    if "@" in text:
-        # Not quoted: a password would reach the terminal and the log.
-        raise ValueError(f"it holds an @, and /generate takes no user name or password; {wanted}")
-    if re.fullmatch(r"[\x21-\x7e]+", text) is None:
-        raise ValueError(f"{quoted(text)} is empty or holds a space or a character outside ASCII; {wanted}")
-    try:
-        parts = urlsplit(text)
-        port = parts.port  # raises for one that is no port
-    except ValueError as error:
-        raise ValueError(f"{quoted(text)} is not a URL ({error}); {wanted}") from None
-    if parts.scheme not in {"http", "https"} or not parts.hostname or port == 0:
-        raise ValueError(f"{quoted(text)} is not an http:// or https:// URL with a host; {wanted}")
-    if "?" in text or "#" in text:
-        raise ValueError(f"{quoted(text)} holds a query or a fragment, but /generate follows it; {wanted}")
-    return text.rstrip("/")
-
-
-def _read_path(text: str) -> str:
-    if not text or "\0" in text:
-        raise ValueError(f"{quoted(text)} is not the path of a file")
-    return text
-
-
-FLAGS: Final = (
-    Flag("url", "http://127.0.0.1:8080", "URL", "the server; requests go to URL/generate", _read_url),
-    Flag(
-        "concurrency",
-        "128",
-        "COUNT",
-        f"requests in flight at a time; {CONCURRENCY.low}..{CONCURRENCY.high}",
-        CONCURRENCY.read,
-    ),
-    Flag(
-        "total_requests",
-        "2000",
-        "COUNT",
-        f"requests to send; {TOTAL_REQUESTS.low}..{TOTAL_REQUESTS.high}",
-        TOTAL_REQUESTS.read,
-    ),
-    Flag(
-        "prompt_tokens",
-        "128",
-        "TOKENS",
-        f"length of each prompt; {PROMPT_TOKENS.low}..{PROMPT_TOKENS.high}",
-        PROMPT_TOKENS.read,
-    ),
-    Flag(
-        "max_new_tokens",
-        "64",
-        "TOKENS",
-        f"tokens to ask for in each request; {MAX_NEW_TOKENS.low}..{MAX_NEW_TOKENS.high}",
-        MAX_NEW_TOKENS.read,
-    ),
-    Flag(
-        "timeout_s",
-        "60",
-        "SECONDS",
-        f"a request without progress for so long has failed; {TIMEOUT_MIN_S:g}..{TIMEOUT_MAX_S:g}",
-        _read_timeout,
-    ),
-    Flag("json", None, "FILE", "also write the figures to this file, as JSON", _read_path),
-)
+def _settled(values: dict[str, Any]) -> dict[str, Any]:
+    """The defaults that depend on other flags."""
+    is_open = any(values[name] is not None for name in ("rate", "trace", "ramp"))
+    concurrency, total_requests = values["concurrency"], values["total_requests"]
+    if concurrency is None:
+        concurrency = CONCURRENCY.high if is_open else DEFAULT_CONCURRENCY
+    if total_requests is None and values["duration_s"] is None and not is_open:
+        total_requests = DEFAULT_TOTAL_REQUESTS
+    return {
+        "concurrency": concurrency,
+        "has_concurrency_flag": values["concurrency"] is not None,
+        "total_requests": total_requests,
+        **{name: default for name, default in OPTIONAL_DEFAULTS.items() if values[name] is None},
+    }

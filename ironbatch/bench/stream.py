@@ -51,15 +51,63 @@ _LINE_DECODER: Final = msgspec.json.Decoder(_Line)
 
 
 class ExpectedStream:
-    """The bytes of a complete answer to one request shape, made once and shared by all its requests."""
+    """The bytes of a complete answer of `max_new_tokens` tokens.
 
-    def __init__(self, max_new_tokens: int) -> None:
-        assert max_new_tokens >= 0
+    All lines but the last are shared with the other answers: `lines` begins with them, and `lines_bytes` is how
+    far they go.
+    """
+
+    def __init__(self, max_new_tokens: int, lines: bytes, lines_bytes: int) -> None:
         self.max_new_tokens = max_new_tokens
-        last_index = max(max_new_tokens, 1) - 1  # no tokens at all is a single line, too
-        lines = [b'{"token_index":%d,"done":false}\n' % index for index in range(last_index)]
-        lines.append(b'{"token_index":%d,"done":true}\n' % last_index)
-        self.text = b"".join(lines)
+        self.lines = lines
+        self.lines_bytes = lines_bytes
+        self._last_line = b'{"token_index":%d,"done":true}\n' % (max(max_new_tokens, 1) - 1)
+        self.length_bytes = lines_bytes + len(self._last_line)
+
+    def continues(self, chunk: bytes, at: int) -> bool:
+        """Whether the bytes from `at` on begin with `chunk`; `at` is at most `length_bytes`."""
+        if at + len(chunk) <= self.lines_bytes:
+            return self.lines.startswith(chunk, at)
+        if at >= self.lines_bytes:
+            return self._last_line.startswith(chunk, at - self.lines_bytes)
+        cut = self.lines_bytes - at
+        return self.lines.startswith(chunk[:cut], at) and self._last_line.startswith(chunk[cut:])
+
+    def partial_line(self, end: int) -> bytes:
+        """The bytes before `end` that belong to no complete line."""
+        if end < self.lines_bytes:
+            return self.lines[self.lines.rfind(b"\n", 0, end) + 1 : end]
+        return self._last_line[: (end - self.lines_bytes) % len(self._last_line)]
+
+
+class ExpectedStreams:
+    """Makes the expected answer of every length from one common text, so that thousands of lengths cost no memory."""
+
+    def __init__(self) -> None:
+        self._lines = b""
+        self._ends = [0]  # how far the first n lines go
+        self._streams: dict[int, ExpectedStream] = {}
+
+    def of(self, max_new_tokens: int) -> ExpectedStream:
+        """The complete answer of so many tokens."""
+        assert max_new_tokens >= 0
+        stream = self._streams.get(max_new_tokens)
+        if stream is None:
+            lines = max(max_new_tokens, 1) - 1  # no tokens at all is a single line, too
+            self._extend(lines)
+            stream = ExpectedStream(max_new_tokens, self._lines, self._ends[lines])
+            self._streams[max_new_tokens] = stream
+        return stream
+
+    def _extend(self, lines: int) -> None:
+        known = len(self._ends) - 1
+        if lines <= known:
+            return
+        more = [b'{"token_index":%d,"done":false}\n' % index for index in range(known, max(lines, 2 * known))]
+        for line in more:
+            self._ends.append(self._ends[-1] + len(line))
+        self._lines += b"".join(more)
+        self._streams.clear()  # they would keep the shorter text
 
 
 class StreamChecker:
@@ -73,7 +121,6 @@ class StreamChecker:
         self.lines = 0
         self.done = False
         self._expected = expected
-        self._text = expected.text
         self._matched_bytes = 0
         self._matches = True
         self._partial_line = b""
@@ -91,10 +138,10 @@ class StreamChecker:
     def feed(self, chunk: bytes) -> int:
         """Check the next bytes and return how many lines they complete. Raises StreamFault."""
         lines_before = self.lines
-        if self._matches and self._text.startswith(chunk, self._matched_bytes):
+        if self._matches and self._expected.continues(chunk, self._matched_bytes):
             self._matched_bytes += len(chunk)
             self.lines += chunk.count(b"\n")
-            self.done = self._matched_bytes == len(self._text)
+            self.done = self._matched_bytes == self._expected.length_bytes
         else:
             self._feed_by_line(chunk)
         return self.lines - lines_before
@@ -108,8 +155,7 @@ class StreamChecker:
     def _feed_by_line(self, chunk: bytes) -> None:
         if self._matches:
             self._matches = False
-            line_start = self._text.rfind(b"\n", 0, self._matched_bytes) + 1
-            self._partial_line = self._text[line_start : self._matched_bytes]
+            self._partial_line = self._expected.partial_line(self._matched_bytes)
         *whole_lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
         for line in whole_lines:
             self._accept(line)

@@ -2,13 +2,17 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from ironbatch.bench.client import GenerateClient
-from ironbatch.bench.measure import Measurements
+from ironbatch.bench.load import closed_loop
+from ironbatch.bench.measure import Failure, Measurements
+from ironbatch.bench.window import Window
+from ironbatch.bench.workload import Shape
 from ironbatch.clock import Clock, MonotonicClock
 
 DEADLINE_S = 30.0
@@ -113,13 +117,33 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
+class OneShapeClient(GenerateClient):
+    """A client whose requests are all alike, and recorded in one place."""
+
+    def __init__(self, url: str, clock: Clock, shape: Shape, *, timeout_s: float) -> None:
+        super().__init__(url, clock, timeout_s=timeout_s)
+        self.measurements = Measurements()
+        self.shape = shape
+        self.clock = clock
+
+    async def once(self) -> Failure | None:
+        """One request."""
+        return await self.generate(self.shape, self.measurements)
+
+    async def closed_loop(self, *, concurrency: int, total_requests: int) -> None:
+        """So many requests, so many at a time."""
+        await self.closed_loop_in(Window(self.measurements, total_requests=total_requests), concurrency=concurrency)
+
+    async def closed_loop_in(self, window: Window, *, concurrency: int) -> None:
+        """As many requests as the window admits."""
+        await closed_loop(self, itertools.repeat(self.shape), window, self.clock, concurrency=concurrency)
+
+
 def make_client(
     url: str, *, clock: Clock | None = None, tokens: int = 4, timeout_s: float = DEADLINE_S
-) -> GenerateClient:
+) -> OneShapeClient:
     """Needs a running event loop."""
-    return GenerateClient(
-        url, clock or MonotonicClock(), Measurements(), prompt_tokens=8, max_new_tokens=tokens, timeout_s=timeout_s
-    )
+    return OneShapeClient(url, clock or MonotonicClock(), Shape(8, tokens), timeout_s=timeout_s)
 
 
 def line(index: int, *, done: bool = False, **more: object) -> bytes:

@@ -8,10 +8,9 @@ import pytest
 
 from ironbatch.bench import client as client_module
 from ironbatch.bench import stream as stream_module
-from ironbatch.bench.client import GenerateClient, _MeasuredStream
-from ironbatch.bench.load import closed_loop
 from ironbatch.bench.measure import Measurements
-from ironbatch.bench.stream import ExpectedStream
+from ironbatch.bench.measured_stream import MeasuredStream
+from ironbatch.bench.stream import ExpectedStreams
 from ironbatch.clock import FakeClock
 from tests.bench.server import (
     CHUNKED_HEAD,
@@ -19,6 +18,7 @@ from tests.bench.server import (
     DEADLINE_S,
     Behaviour,
     Exchange,
+    OneShapeClient,
     answers,
     closes_after,
     good,
@@ -35,7 +35,7 @@ ERROR_BODY = json.dumps({"error": {"type": "queue_full", "message": "768 slots a
 
 async def load(behaviour: Behaviour, *, requests: int = 3, concurrency: int = 2, **more: Any) -> Measurements:
     async with serving(behaviour) as (url, _), make_client(url, **more) as client:
-        await closed_loop(client, concurrency=concurrency, total_requests=requests)
+        await client.closed_loop(concurrency=concurrency, total_requests=requests)
     return client.measurements
 
 
@@ -75,7 +75,7 @@ def test_what_is_sent() -> None:
 
     async def scenario() -> None:
         async with serving(behaviour) as (url, server), make_client(url) as client:
-            await closed_loop(client, concurrency=3, total_requests=30)
+            await client.closed_loop(concurrency=3, total_requests=30)
             assert (server.requests, server.connections) == (30, 3), "connections are kept"
             assert client.measurements.succeeded == 30
             assert all(f"host: {url.removeprefix('http://')}\r\n" in head for head in heads)
@@ -89,7 +89,7 @@ def test_what_is_sent() -> None:
 
 def test_line_counts_when_it_is_complete() -> None:
     clock, measured = FakeClock(), Measurements()
-    receiver = _MeasuredStream(ExpectedStream(4), clock, measured)
+    receiver = MeasuredStream(ExpectedStreams().of(4), clock, measured)
     text = stream(4)
     for at_ns, part in ((30, text[:30]), (40, text[30:31]), (91, text[31:])):
         clock.set_ns(at_ns)
@@ -165,7 +165,7 @@ def test_bad_server_fails_by_name(behaviour: Behaviour, name: str, detail: str, 
 
 def test_latencies_are_those_of_the_arrivals() -> None:
     clock = FakeClock()
-    clients: list[GenerateClient] = []
+    clients: list[OneShapeClient] = []
 
     async def timed(exchange: Exchange) -> None:
         await exchange.open_stream()
@@ -182,7 +182,7 @@ def test_latencies_are_those_of_the_arrivals() -> None:
     async def scenario() -> None:
         async with serving(timed) as (url, _), make_client(url, clock=clock, tokens=6) as client:
             clients.append(client)
-            assert await client.generate() is None
+            assert await client.once() is None
 
     asyncio.run(scenario())
     measured = clients[0].measurements

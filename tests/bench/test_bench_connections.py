@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ironbatch.bench import client as client_module
-from ironbatch.bench.load import Unreachable, closed_loop
+from ironbatch.bench.load import Unreachable
 from ironbatch.bench.measure import Measurements
 from tests.bench.server import (
     CHUNKED_HEAD,
@@ -66,7 +66,7 @@ def advance(seconds: float) -> None:
 def test_no_progress_is_a_time_out(behaviour: Behaviour, tokens: int) -> None:
     async def scenario() -> None:
         async with serving(behaviour) as (url, server), make_client(url, timeout_s=10.0) as client:
-            generating = asyncio.ensure_future(client.generate())
+            generating = asyncio.ensure_future(client.once())
             await until(lambda: (server.requests, client.measurements.tokens) == (1, tokens))
             advance(9.99)
             for _ in range(10):
@@ -91,7 +91,7 @@ def test_progress_puts_the_time_out_off() -> None:
             await exchange.end_stream()
 
         async with serving(slow) as (url, _), make_client(url, timeout_s=10.0) as client:
-            assert await client.generate() is None
+            assert await client.once() is None
 
     run_in_stopped_time(scenario())
 
@@ -118,7 +118,7 @@ def test_chunk_that_is_malformed_later_does_not_hang(head: bytes, name: str, tok
             closed.set()
 
         async with serving(malformed) as (url, _), make_client(url, timeout_s=10.0) as client:
-            generating = asyncio.ensure_future(client.generate())
+            generating = asyncio.ensure_future(client.once())
             await closed.wait()
             advance(10.0)
             failure = await generating
@@ -137,7 +137,7 @@ def test_connection_closed_while_idle_is_opened_again() -> None:
     async def scenario() -> None:
         async with serving(closing) as (url, server), make_client(url) as client:
             for _ in range(3):
-                assert await client.generate() is None
+                assert await client.once() is None
                 await until(lambda: all(task.done() for task in server.tasks))
             assert server.connections == 3
 
@@ -150,8 +150,8 @@ def test_nothing_is_sent_twice() -> None:
             await (good(exchange) if server.requests == 1 else exchange.close())
 
         async with serving(once) as (url, server), make_client(url) as client:
-            assert await client.generate() is None
-            failure = await client.generate()
+            assert await client.once() is None
+            failure = await client.once()
             assert failure is not None
             assert failure.name == client_module.CONNECTION_LOST
             assert (server.requests, server.connections) == (2, 1)
@@ -165,8 +165,8 @@ def test_connection_with_an_answer_too_many_is_not_kept() -> None:
 
     async def scenario() -> None:
         async with serving(twice) as (url, server), make_client(url) as client:
-            assert await client.generate() is None
-            assert await client.generate() is None
+            assert await client.once() is None
+            assert await client.once() is None
             assert server.connections == 2
 
     asyncio.run(scenario())
@@ -176,7 +176,7 @@ def test_unreachable_server_ends_the_load_at_once() -> None:
     async def scenario(url: str) -> int:
         async with make_client(url) as client:
             with pytest.raises(Unreachable, match=f"can't reach {url}: {client_module.CONNECTION_REFUSED}: nothing"):
-                await closed_loop(client, concurrency=4, total_requests=2000)
+                await client.closed_loop(concurrency=4, total_requests=2000)
             return client.measurements.requests
 
     with refusing_port() as port:
@@ -190,8 +190,8 @@ def test_server_that_goes_away_later_is_counted_like_any_failure() -> None:
         async with contextlib.AsyncExitStack() as stack:
             async with serving(last) as (url, _):
                 client = await stack.enter_async_context(make_client(url))
-                await closed_loop(client, concurrency=1, total_requests=1)
-            await closed_loop(client, concurrency=4, total_requests=20)
+                await client.closed_loop(concurrency=1, total_requests=1)
+            await client.closed_loop(concurrency=4, total_requests=20)
             return client.measurements
 
     measured = asyncio.run(scenario())
@@ -207,7 +207,7 @@ def test_host_that_is_none(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
 
     async def scenario() -> None:
         async with make_client(f"http://{host}") as client:
-            failure = await client.generate()
+            failure = await client.once()
             assert failure is not None
             assert (failure.name, failure.unreachable) == (client_module.CONNECT_FAILED, True)
             assert failure.detail.isprintable()
@@ -236,7 +236,7 @@ def test_server_that_speaks_no_tls(greeting: bytes, name: str, detail: str) -> N
 
         listener = await asyncio.start_server(plain, "127.0.0.1", 0)
         async with make_client(f"https://127.0.0.1:{listener.sockets[0].getsockname()[1]}", timeout_s=10.0) as client:
-            generating = asyncio.ensure_future(client.generate())
+            generating = asyncio.ensure_future(client.once())
             await accepted.wait()
             if not greeting:
                 advance(11.0)  # aiohttp rounds up

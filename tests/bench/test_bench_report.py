@@ -1,6 +1,5 @@
 """Histograms against exact percentiles; flags and their messages; the JSON file; the report's lines."""
 
-import argparse
 import json
 import math
 import os
@@ -12,28 +11,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ironbatch.bench.cli import add_arguments
-from ironbatch.bench.json_file import JsonFile
+from ironbatch.bench.figures import figures
+from ironbatch.bench.histogram import MAX_VALUE_NS, LatencyHistogram
 from ironbatch.bench.measure import (
     MAX_FAILURE_NAMES,
-    MAX_VALUE_NS,
     OTHER_FAILURES,
     Failure,
-    LatencyHistogram,
     Measurements,
 )
-from ironbatch.bench.options import FLAGS, BenchOptions
-from ironbatch.bench.report import RunTimes, figures, report_lines
+from ironbatch.bench.options import FLAGS
+from ironbatch.bench.report import report_lines
+from ironbatch.bench.run import RunResult, RunTimes
 from ironbatch.bench.runner import reserve_file_descriptors
+from ironbatch.bench.whole_file import WholeFile
 from ironbatch.errors import ConfigError
+from tests.bench.options import read_options
 
 STARTED_AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
-def read_options(*argv: str) -> BenchOptions:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return BenchOptions.read(parser.parse_args(argv))
+def result(measured: Measurements, *, duration_s: float = 2.0, client_cpu_s: float = 0.1) -> RunResult:
+    times = RunTimes(STARTED_AT, duration_s, duration_s, duration_s, client_cpu_s)
+    return RunResult(measured, Measurements(), times, None, measured.requests)
 
 
 @given(
@@ -63,22 +62,18 @@ def test_empty_histogram_has_no_percentiles() -> None:
 def test_failure_names_are_bounded() -> None:
     measurements = Measurements()
     for index in range(MAX_FAILURE_NAMES + 7):
-        measurements.record_failure(Failure(f"name {index}", "detail"))
+        measurements.record_failure(Failure(f"name {index}", "detail"), 0)
     assert len(measurements.failures) == MAX_FAILURE_NAMES + 1
     assert measurements.failures[OTHER_FAILURES].count == 7
     assert measurements.failed == MAX_FAILURE_NAMES + 7
 
 
 def test_defaults() -> None:
-    assert read_options() == BenchOptions(
-        url="http://127.0.0.1:8080",
-        concurrency=128,
-        total_requests=2000,
-        prompt_tokens=128,
-        max_new_tokens=64,
-        timeout_s=60.0,
-        json=None,
-    )
+    options = read_options()
+    assert (options.url, options.timeout_s, options.is_open_loop) == ("http://127.0.0.1:8080", 60.0, False)
+    assert (options.concurrency, options.total_requests, options.duration_s) == (128, 2000, None)
+    assert (options.prompt_tokens.json_value, options.max_new_tokens.json_value) == (128, 64)
+    assert (options.percentiles, options.seed, options.warm_up_s) == ((50, 90, 99), 0, 0)
 
 
 def test_url_loses_its_trailing_slash_and_keeps_its_path() -> None:
@@ -131,47 +126,46 @@ def test_all_problems_are_told_together() -> None:
     assert len(caught.value.problems) == 2
 
 
-def test_json_file_is_whole_or_absent(tmp_path: Path) -> None:
+def test_whole_file_is_whole_or_absent(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    with JsonFile(str(path)):
+    with WholeFile(str(path)):
         assert len(list(tmp_path.iterdir())) == 1, "the temporary file is not there"
     assert list(tmp_path.iterdir()) == []
     path.write_text("old")
-    with JsonFile(str(path)) as file:
+    with WholeFile(str(path)) as file:
         assert path.read_text() == "old"
-        file.write({"a": 1})
+        file.write(b'{"a": 1}')
         assert json.loads(path.read_text()) == {"a": 1}
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_json_file_keeps_a_link(tmp_path: Path) -> None:
+def test_whole_file_keeps_a_link(tmp_path: Path) -> None:
     target, link = tmp_path / "target.json", tmp_path / "link.json"
     link.symlink_to(target)
-    with JsonFile(str(link)) as file:
-        file.write({})
+    with WholeFile(str(link)) as file:
+        file.write(b"{}\n")
     assert link.is_symlink()
     assert target.read_text() == "{}\n"
 
 
 @pytest.mark.parametrize("path", ["", "missing/out.json"])
-def test_json_file_refuses_what_it_cannot_write(tmp_path: Path, path: str) -> None:
+def test_whole_file_refuses_what_it_cannot_write(tmp_path: Path, path: str) -> None:
     with pytest.raises(OSError):  # noqa: PT011 - a folder, a missing folder
-        JsonFile(str(tmp_path / path))
+        WholeFile(str(tmp_path / path))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_json_file_never_replaces_a_device() -> None:
+def test_whole_file_never_replaces_a_device() -> None:
     with pytest.raises(OSError, match="not a regular file"):
-        JsonFile(os.devnull)
+        WholeFile(os.devnull)
 
 
 def test_figures_and_lines_say_the_same() -> None:
     measurements = Measurements(succeeded=7, tokens=700, ended_early=1)
-    measurements.record_failure(Failure("timed out", "3 tokens, then nothing for 60 s"))
+    measurements.record_failure(Failure("timed out", "3 tokens, then nothing for 60 s"), 0)
     measurements.ttft.record(1_234_000)
     measurements.end_to_end.record(2_500_000_000)
-    times = RunTimes(STARTED_AT, duration_s=2.0, client_cpu_s=1.9)
-    run = figures(measurements, read_options(), times, interrupted=True)
+    run = figures(result(measurements, client_cpu_s=1.9), read_options(), interrupted=True)
     assert json.loads(json.dumps(run)) == run
     assert run["requests"] == 8
     assert run["tokens_per_s"] == 350.0
@@ -180,15 +174,15 @@ def test_figures_and_lines_say_the_same() -> None:
         "count": 0, "mean": None, "p50": None, "p90": None, "p99": None, "max": None,
     }  # fmt: skip
     assert run["started_at"] == "2026-01-02T03:04:05+00:00"
-    assert {flag.name for flag in FLAGS} - {"json"} < run["parameters"].keys()
+    assert {flag.name for flag in FLAGS} - {"json", "plot"} < run["parameters"].keys()
     text = "\n".join(report_lines(run))
     for expected in ("interrupted after 8 of 2000", "1 x timed out; the first: 3 tokens", "1.23", "2500", "95%"):
         assert expected in text
 
 
 def test_run_of_nothing_can_be_reported() -> None:
-    times = RunTimes(STARTED_AT, duration_s=0.0, client_cpu_s=0.0)
-    assert list(report_lines(figures(Measurements(), read_options(), times, interrupted=False)))
+    nothing = result(Measurements(), duration_s=0.0, client_cpu_s=0.0)
+    assert list(report_lines(figures(nothing, read_options(), interrupted=False)))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ironbatch.bench.stream import (
     STREAM_ERROR,
     TOO_MANY_TOKENS,
     TRUNCATED,
-    ExpectedStream,
+    ExpectedStreams,
     StreamChecker,
     StreamFault,
     shown,
@@ -34,7 +34,7 @@ def cut(text: bytes, cuts: list[int]) -> list[bytes]:
 
 def outcome(max_new_tokens: int, chunks: list[bytes]) -> tuple[str, int]:
     """The fault's name ("" for none) and the tokens received."""
-    checker = StreamChecker(ExpectedStream(max_new_tokens))
+    checker = StreamChecker(ExpectedStreams().of(max_new_tokens))
     try:
         lines = sum(checker.feed(chunk) for chunk in chunks)
         checker.finish()
@@ -49,7 +49,9 @@ CUTS = st.lists(st.integers(0, 2000), max_size=30)
 
 @given(asked=COUNTS, cuts=CUTS)
 def test_good_stream_passes_however_it_is_cut(asked: int, cuts: list[int]) -> None:
-    assert ExpectedStream(asked).text == stream(asked)
+    expected = ExpectedStreams().of(asked)
+    assert expected.continues(stream(asked), 0)
+    assert expected.length_bytes == len(stream(asked))
     assert outcome(asked, cut(stream(asked), cuts)) == ("", asked)
 
 
@@ -57,7 +59,7 @@ def test_good_stream_passes_however_it_is_cut(asked: int, cuts: list[int]) -> No
 def test_stream_may_end_early(asked: int, data: st.DataObject, cuts: list[int]) -> None:
     tokens = data.draw(st.integers(1, asked - 1))
     assert outcome(asked, cut(stream(tokens), cuts)) == ("", tokens)
-    checker = StreamChecker(ExpectedStream(asked))
+    checker = StreamChecker(ExpectedStreams().of(asked))
     checker.feed(stream(tokens))
     assert checker.ended_early
 
@@ -150,7 +152,7 @@ def test_each_fault_has_its_name(asked: int, text: bytes, name: str, tokens: int
 
 
 def test_error_line_tells_the_servers_message() -> None:
-    checker = StreamChecker(ExpectedStream(3))
+    checker = StreamChecker(ExpectedStreams().of(3))
     with pytest.raises(StreamFault, match="the device is gone"):
         checker.feed(line(0, done=True, error={"type": "lost", "message": "the device is gone"}))
 
@@ -159,3 +161,19 @@ def test_error_line_tells_the_servers_message() -> None:
 def test_what_is_shown_is_short_and_printable(text: str | bytes) -> None:
     assert shown(text).isprintable()
     assert len(shown(text)) <= MAX_SHOWN_CHARS
+
+
+@given(lengths=st.lists(COUNTS, min_size=1), data=st.data(), cuts=CUTS)
+def test_lengths_share_one_text_and_do_not_disturb_each_other(
+    lengths: list[int], data: st.DataObject, cuts: list[int]
+) -> None:
+    expected = ExpectedStreams()
+    streams = [(length, expected.of(length)) for length in lengths]  # each may have made the common text longer
+    length, chosen = data.draw(st.sampled_from(streams))
+    checker = StreamChecker(chosen)
+    for chunk in cut(stream(length), cuts):
+        checker.feed(chunk)
+    checker.finish()
+    assert checker.lines == max(length, 1)
+    place = data.draw(st.integers(0, len(stream(length))))
+    assert chosen.partial_line(place) == stream(length)[:place].rsplit(b"\n", 1)[-1]

@@ -1,18 +1,16 @@
-"""A JSON file that is either written whole or not at all."""
+"""An output file that is either written whole or not at all."""
 
 import contextlib
-import json
 import os
 import stat
-from collections.abc import Mapping
 from typing import Self
 
 
-class JsonFile:
-    """The place for one JSON document at `path`.
+class WholeFile:
+    """The place for one file at `path`.
 
     Opening it makes a temporary file beside the target, so that an unwritable place is known (OSError) before
-    a long run and not after. Without `write`, the target stays as it was.
+    a long run and not after. Without a write, the target stays as it was.
     """
 
     def __init__(self, path: str) -> None:
@@ -23,7 +21,7 @@ class JsonFile:
         folder, name = os.path.split(self._path)
         self._temporary_path = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
         descriptor = os.open(self._temporary_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._file = os.fdopen(descriptor, "w", encoding="utf-8")
+        self._file = os.fdopen(descriptor, "wb")
 
     def __enter__(self) -> Self:
         return self
@@ -34,10 +32,9 @@ class JsonFile:
         with contextlib.suppress(FileNotFoundError):  # `write` has moved it
             os.unlink(self._temporary_path)
 
-    def write(self, document: Mapping[str, object]) -> None:
-        """Put `document` at the path, whole. Raises OSError."""
-        json.dump(document, self._file, indent=2)
-        self._file.write("\n")
+    def write(self, content: bytes) -> None:
+        """Put `content` at the path, whole. Raises OSError."""
+        self._file.write(content)
         self._file.flush()
         os.fsync(self._file.fileno())
         os.replace(self._temporary_path, self._path)
