@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import importlib
 import itertools
 import re
 import signal
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import uvloop
 from gunicorn.config import KNOWN_SETTINGS
 
 from ironbatch.errors import EXIT_FAILED, EXIT_USAGE
@@ -178,3 +183,28 @@ def test_every_setting_has_its_reason(path: Path) -> None:
         if re.match(rf"(# )?({names}) = ", line):
             above = itertools.takewhile(lambda text: text, reversed(lines[:number]))
             assert any(re.match(r"# (?!\w+ = )", text) for text in above), line
+
+
+# ------------------------------------------------------------------------------------------------------- the hooks
+
+TCPI_SACKED = 28  # of a listening socket: the backlog it asked for (tcp(7), struct tcp_info)
+
+
+def test_a_worker_listens_with_the_backlog_that_is_set_and_collects_no_imports(conf: ModuleType) -> None:
+    """Gunicorn's asgi worker listens by way of uvloop, whose own backlog of 100 would come last."""
+    loop = uvloop.new_event_loop()
+    worker = SimpleNamespace(loop=loop, cfg=SimpleNamespace(backlog=conf.backlog))
+    try:
+        conf.post_worker_init(worker)
+        assert gc.get_freeze_count() > 1_000
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(conf.backlog)
+            server = loop.run_until_complete(worker.loop.create_server(asyncio.Protocol, sock=listener.dup()))
+            info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCPI_SACKED + 4)
+            assert int.from_bytes(info[TCPI_SACKED:], sys.byteorder) == conf.backlog
+            server.close()
+            loop.run_until_complete(server.wait_closed())
+    finally:
+        gc.unfreeze()
+        loop.close()

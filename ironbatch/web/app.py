@@ -28,6 +28,7 @@ from ironbatch.web.lanes import LANE_VARIABLE
 from ironbatch.web.request import error_body
 from ironbatch.web.status import HealthResource, MetricsResource
 from ironbatch.web.stream import Exit, Send
+from ironbatch.web.wire import Wire
 
 _log = logging.getLogger("ironbatch.web")
 
@@ -108,7 +109,7 @@ def _with_exits(falcon_app: FalconApp, max_body_bytes: int, clock: Clock) -> App
         if scope["type"] != "http":
             await falcon_app(scope, receive, send)
             return
-        way_out = scope[EXIT_KEY] = Exit(send, clock.now_ns())
+        way_out = scope[EXIT_KEY] = Exit(send, clock.now_ns(), Wire.of(scope, receive))
         problem = announced_problem(scope["headers"], max_body_bytes)
         if problem is None:
             await falcon_app(scope, receive, way_out)

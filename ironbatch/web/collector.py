@@ -19,6 +19,22 @@ _log = logging.getLogger("ironbatch.web")
 
 METRICS_ROW_OF_FIRST_LANE = 1
 
+REQUEST_FIELDS = [
+    "arrival_ns",
+    "seed",
+    "prompt_tokens",
+    "max_new_tokens",
+    "priority",
+    "flags",
+    "choice_index",
+    "parent_slot",
+    "deadline_ns",
+    "temperature",
+    "top_p",
+    "top_k",
+]
+"""What a worker writes between claim and submit, in one assignment: numpy takes one field after another dearly."""
+
 
 class TokenCollector:
     """Holds one lane. Everything runs on the worker's event loop; nothing waits.
@@ -34,6 +50,7 @@ class TokenCollector:
         self.counters = engine.segment.metrics[METRICS_ROW_OF_FIRST_LANE + lane]
         self._engine = engine
         self._segment = engine.segment
+        self._requests = engine.segment.slots[REQUEST_FIELDS]  # a view of these fields alone
         self._address = engine.segment.address
         self._lane = lane
         self._generation = generation
@@ -124,19 +141,20 @@ class TokenCollector:
         )
 
     def _write_request(self, slot: int, request: GenerateRequest, arrival_ns: int) -> None:
-        record = self._segment.slots[slot]
-        record["arrival_ns"] = arrival_ns
-        record["seed"] = request.seed
-        record["prompt_tokens"] = request.prompt_tokens
-        record["max_new_tokens"] = request.max_new_tokens
-        record["priority"] = request.priority
-        record["flags"] = request.flags
-        record["choice_index"] = 0
-        record["parent_slot"] = slot
-        record["deadline_ns"] = 0
-        record["temperature"] = request.temperature
-        record["top_p"] = request.top_p
-        record["top_k"] = request.top_k
+        self._requests[slot] = (
+            arrival_ns,
+            request.seed,
+            request.prompt_tokens,
+            request.max_new_tokens,
+            request.priority,
+            request.flags,
+            0,  # it is the first and only choice,
+            slot,  # and so its own parent
+            0,  # no deadline
+            request.temperature,
+            request.top_p,
+            request.top_k,
+        )
         if request.token_ids is not None:
             self._segment.tokens[slot, : request.prompt_tokens] = request.token_ids
 

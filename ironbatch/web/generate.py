@@ -7,12 +7,12 @@ from falcon.asgi import Request, Response
 from ironbatch.clock import Clock
 from ironbatch.config import Config
 from ironbatch.errors import EngineUnavailable, RequestRejected
+from ironbatch.health import health_problem
 from ironbatch.layout import FINISH_LENGTH
 from ironbatch.shm.segment import Segment
 from ironbatch.web.body import read_body
 from ironbatch.web.collector import TokenCollector
 from ironbatch.web.request import GenerateRequest, parse_request
-from ironbatch.web.status import health_problem
 from ironbatch.web.stream import FINISH_NAMES, NDJSON, Exit, TokenStream, last_line
 
 EXIT_KEY = "ironbatch.exit"

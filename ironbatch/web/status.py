@@ -12,8 +12,6 @@ from ironbatch.health import health_problem
 from ironbatch.metrics import snapshot
 from ironbatch.shm.segment import Segment
 
-__all__ = ["HealthResource", "MetricsResource", "health_problem"]
-
 
 class HealthResource:
     """200 while the scheduler makes progress, else 503 with the reason."""

@@ -3,11 +3,14 @@
 The lines go straight to the server's ASGI `send`, past Falcon's response, which would take a task switch a chunk and
 one more write for the end of the body. `send` only waits while the socket's buffer is full, so it is run as a plain
 call; when it does wait, a task takes over, and what becomes ready meanwhile goes out as one chunk after it.
+
+The chunks between the first and the last skip `send` too, where `Wire` knows the server.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any
@@ -17,6 +20,7 @@ from numpy.typing import NDArray
 
 from ironbatch import layout
 from ironbatch.errors import RETRY_AFTER_S, RequestRejected
+from ironbatch.web.wire import Wire
 
 Send = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
 
@@ -46,7 +50,21 @@ _ERROR_KINDS: dict[int, tuple[str, int, int | None]] = {
     layout.ERROR_INVALID: ("internal_error", 500, None),
 }
 
-_LINES = [b'{"token_index":%d,"done":false}\n' % index for index in range(CACHED_LINES)]
+
+def _plain_line(token_index: int) -> bytes:
+    return b'{"token_index":%d,"done":false}\n' % token_index
+
+
+_TEXT = b"".join(map(_plain_line, range(CACHED_LINES)))
+_STARTS = [0, *itertools.accumulate(len(_plain_line(index)) for index in range(CACHED_LINES))]
+
+
+def plain_lines(before: int, after: int) -> bytes:
+    """The lines of tokens before <= index < after, none of them the last."""
+    if after <= CACHED_LINES:
+        return _TEXT[_STARTS[before] : _STARTS[after]]
+    beyond = b"".join(map(_plain_line, range(max(before, CACHED_LINES), after)))
+    return _TEXT[_STARTS[before] :] + beyond if before < CACHED_LINES else beyond
 
 
 def last_line(token_index: int) -> bytes:
@@ -54,24 +72,23 @@ def last_line(token_index: int) -> bytes:
     return b'{"token_index":%d,"done":true}\n' % token_index
 
 
-def plain_lines(before: int, after: int) -> bytes:
-    """The lines of tokens before <= index < after, none of them the last."""
-    if after == before + 1 and after <= CACHED_LINES:
-        return _LINES[before]
-    beyond = (b'{"token_index":%d,"done":false}\n' % index for index in range(max(before, CACHED_LINES), after))
-    return b"".join([*_LINES[before:after], *beyond])
-
-
 class Exit:
-    """The way out of one request: Falcon's own `send`, until a stream takes it over."""
+    """The way out of one request: Falcon's own `send`, until a stream takes it over.
 
-    __slots__ = ("_is_taken", "_send", "arrival_ns", "has_answered")
+    Args:
+        send: the server's.
+        arrival_ns: when the request came.
+        wire: the connection below `send`, if it is one that we know.
+    """
 
-    def __init__(self, send: Send, arrival_ns: int) -> None:
+    __slots__ = ("_is_taken", "_send", "arrival_ns", "has_answered", "wire")
+
+    def __init__(self, send: Send, arrival_ns: int, wire: Wire | None = None) -> None:
         self._send = send
         self._is_taken = False
         self.arrival_ns = arrival_ns
         self.has_answered = False
+        self.wire = wire
 
     def __call__(self, message: dict[str, Any]) -> Awaitable[None]:
         """Falcon's side: dropped once a stream has answered."""
@@ -110,6 +127,7 @@ class TokenStream:
         "_send",
         "_sent",
         "_way_out",
+        "_wire",
         "ended",
         "slot",
         "was_cancelled",
@@ -121,6 +139,7 @@ class TokenStream:
         self.was_cancelled = False
         self._way_out = way_out
         self._send: Send | None = None
+        self._wire: Wire | None = None  # after the first chunk
         self._output_ids = output_ids
         self._produced = 0
         self._sent = 0
@@ -167,6 +186,9 @@ class TokenStream:
             is_last = self._reason != layout.FINISH_NONE and after == self._produced
             body = self._lines(self._sent, after, is_last=is_last)
             self._sent = after
+            if self._wire is not None and not is_last and self._wire.try_write(body):
+                continue
+            self._wire = self._way_out.wire
             sending = self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
             if not self._run(sending, is_last=is_last):
                 return

@@ -23,7 +23,7 @@ from ironbatch.kernels.histogram import histogram_percentile
 from ironbatch.kernels.lanes import arm_scheduler
 from ironbatch.shm.engine import Engine
 from ironbatch.shm.wakeup import Doorbell
-from ironbatch.web.collector import TokenCollector
+from ironbatch.web.collector import REQUEST_FIELDS, TokenCollector
 from ironbatch.web.request import GenerateRequest
 from ironbatch.web.stream import Exit, TokenStream
 from tests.support import ScriptedBackend, small_engine
@@ -137,6 +137,22 @@ async def test_what_stands_in_the_slot(worker: Worker) -> None:
     for name, value in fields.items():
         assert row[name] == value
     assert (row["choice_index"], row["parent_slot"]) == (0, client.stream.slot)
+
+
+@in_loop
+async def test_a_request_writes_over_no_word_of_anybody_elses(worker: Worker) -> None:
+    slots = worker.segment.slots
+    idle = slots.copy()
+    for name in slots.dtype.names:
+        slots[name] = 0x55
+    before = slots.copy()
+    worker.collector._write_request(2, a_request(9, 5, priority=-3, temperature=0.5), 777)
+    for name in set(slots.dtype.names) - set(REQUEST_FIELDS):
+        assert slots[name].tolist() == before[name].tolist(), name
+    others = [slot for slot in range(len(slots)) if slot != 2]
+    assert slots[others].tolist() == before[others].tolist()
+    assert slots[2]["arrival_ns"] == 777
+    slots[:] = idle
 
 
 @in_loop

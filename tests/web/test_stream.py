@@ -18,15 +18,29 @@ from ironbatch.errors import RETRY_AFTER_S, RequestRejected
 from ironbatch.layout import FINISH_CANCELLED, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from ironbatch.web import stream as stream_module
 from ironbatch.web.stream import CACHED_LINES, MAX_CHUNK_LINES, Exit, TokenStream, last_line, plain_lines
+from ironbatch.web.wire import Wire
 from tests.web.fakes import FakeSend, assert_well_formed, expected_lines, in_loop, parsed, turn, until
+
+
+class FakeWire(Wire):
+    """Takes chunks unless its socket is behind."""
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+        self.is_behind = False
+
+    def try_write(self, body: bytes) -> bool:
+        if not self.is_behind:
+            self.chunks.append(body)
+        return not self.is_behind
 
 
 class Client:
     """A stream, the `send` it writes to, and how the slot would bring it news."""
 
-    def __init__(self, output_ids: NDArray[np.int32] | None = None) -> None:
+    def __init__(self, output_ids: NDArray[np.int32] | None = None, wire: FakeWire | None = None) -> None:
         self.send = FakeSend()
-        self.stream = TokenStream(3, Exit(self.send, arrival_ns=0), output_ids)
+        self.stream = TokenStream(3, Exit(self.send, arrival_ns=0, wire=wire), output_ids)
         self.produced = 0
 
     def more(self, count: int, reason: int = FINISH_NONE, error_code: int = layout.ERROR_NONE) -> None:
@@ -274,6 +288,75 @@ async def test_a_socket_that_breaks_during_a_stall() -> None:
     client.more(1, FINISH_LENGTH)
     await turn()
     assert client.send.chunks == [plain_lines(0, 1)], "nothing is written to a broken socket"
+
+
+# ------------------------------------------------------------------------------- chunks that `send` is not needed for
+
+
+@in_loop
+async def test_the_first_and_the_last_chunk_are_for_send_and_those_between_for_the_wire() -> None:
+    wire = FakeWire()
+    client = Client(wire=wire)
+    for count in (2, 1, 3):
+        client.more(count)
+    client.more(1, FINISH_LENGTH)
+    assert client.send.chunks == [plain_lines(0, 2), last_line(6)]
+    assert wire.chunks == [plain_lines(2, 3), plain_lines(3, 6)]
+    await client.drained()
+
+
+@in_loop
+async def test_the_pieces_of_a_long_backlog() -> None:
+    wire = FakeWire()
+    client = Client(wire=wire)
+    client.more(3 * MAX_CHUNK_LINES + 5, FINISH_LENGTH)
+    assert [chunk.count(b"\n") for chunk in client.send.chunks] == [MAX_CHUNK_LINES, 5]
+    assert [chunk.count(b"\n") for chunk in wire.chunks] == [MAX_CHUNK_LINES, MAX_CHUNK_LINES]
+    await client.drained()
+
+
+@in_loop
+async def test_a_socket_that_is_behind_is_for_send_which_waits() -> None:
+    wire = FakeWire()
+    client = Client(wire=wire)
+    client.more(1)
+    wire.is_behind = True
+    client.send.stall()
+    client.more(1)
+    client.more(1)
+    assert client.send.chunks == [plain_lines(0, 1), plain_lines(1, 2)]
+    wire.is_behind = False
+    client.more(1)
+    assert wire.chunks == [], "nothing overtakes the chunk that waits"
+    client.send.resume()
+    await until(lambda: wire.chunks)
+    assert wire.chunks == [plain_lines(2, 4)]
+    client.more(1, FINISH_LENGTH)
+    await client.drained()
+
+
+@in_loop
+async def test_details_and_an_error_line_over_a_wire() -> None:
+    wire = FakeWire()
+    client = Client(np.array([5, 6, 7], np.int32), wire)
+    client.more(1)
+    client.more(1)
+    client.more(1, FINISH_ERROR, layout.ERROR_LOST)
+    assert wire.chunks == [b'{"token_index":1,"token_id":6,"done":false}\n']
+    assert [line.get("token_id") for line in parsed(client.send.body)] == [5, 7, None]
+    await client.drained()
+
+
+@in_loop
+async def test_a_client_that_has_gone_is_written_nothing_over_its_wire() -> None:
+    wire = FakeWire()
+    client = Client(wire=wire)
+    client.more(1)
+    client.more(1)
+    client.stream.abandon()
+    client.more(1)
+    client.more(0, FINISH_CANCELLED)
+    assert wire.chunks == [plain_lines(1, 2)]
 
 
 # -------------------------------------------------------------------------------------------------------- cancels
