@@ -55,7 +55,9 @@ class Scheduler:
         )
         self._plan = BatchPlan(self.arena, segment)
         self._addresses = (self.arena.address, segment.address)
-        self._words = self.arena.words.data  # whose items are Python's integers, in half of numpy's time
+        # Memoryviews, whose items are Python's integers, in half of numpy's time.
+        self._words = self.arena.words.data
+        self._wakes = self.arena.views["wakes"].data
         self._backend_is_open = False
 
     def open(self) -> int:
@@ -116,8 +118,8 @@ class Scheduler:
             self._backend.close()
 
     def _wake(self, count: int) -> None:
-        for lane in self.arena.views["wakes"][:count].tolist():
-            self._lane_bells[lane].ring()
+        for k in range(count):
+            self._lane_bells[self._wakes[k]].ring()
 
     def _forget(self) -> None:
         count = self._words[FORGET_COUNT]

@@ -5,7 +5,6 @@ Who publishes rings only if the other side has said that it sleeps, since a ring
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 
@@ -15,6 +14,8 @@ class Doorbell:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
+        self._poller = select.poll()
+        self._poller.register(descriptor, select.POLLIN)
 
     @classmethod
     def create(cls) -> Doorbell:
@@ -23,19 +24,21 @@ class Doorbell:
 
     def ring(self) -> None:
         """Wake the waiting process, or let its next wait return at once."""
-        with contextlib.suppress(BlockingIOError):  # 2**64 - 2 rings unheard: it is awake by now
+        try:  # noqa: SIM105  contextlib.suppress would cost half as much as the call
             os.eventfd_write(self.descriptor, 1)
+        except BlockingIOError:  # 2**64 - 2 rings unheard: it is awake by now
+            pass
 
     def silence(self) -> None:
         """Forget all rings so far."""
-        with contextlib.suppress(BlockingIOError):
+        try:  # noqa: SIM105  as in `ring`
             os.eventfd_read(self.descriptor)
+        except BlockingIOError:
+            pass
 
     def wait(self, timeout_ms: int) -> bool:
         """Sleep until somebody rings or the time is over. Returns whether somebody rang; silences it."""
-        poller = select.poll()
-        poller.register(self.descriptor, select.POLLIN)
-        if not poller.poll(timeout_ms):
+        if not self._poller.poll(timeout_ms):
             return False
         self.silence()
         return True
