@@ -9,12 +9,15 @@ N ?= 10
 
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help serve env test test-races lint check-format check-lint check-types check-floors format clean FORCE
+.PHONY: help serve env test test-races bench bench-compare lint check-format check-lint check-types check-floors format \
+    clean FORCE
 
 help:
 	@echo "make serve            run the server; ARGS='--addr :9000 --workers 4' hands it options"
 	@echo "make test             the whole test suite, from nothing; PYTEST_ARGS='-k lanes' narrows it"
 	@echo "make test-races N=10  the race and end-to-end tests, N times in a row"
+	@echo "make bench            all benchmarks, their result files and BENCHMARKS.md; ARGS='--fast --output /tmp/x' for a look"
+	@echo "make bench-compare BASE=main   the result files beside those of a commit, or of a folder"
 	@echo "make lint             format, lint, types and floors, without changing a file"
 	@echo "make format           rewrite the code in the house's format"
 	@echo "make env              only make the environment, $(VENV)"
@@ -46,6 +49,12 @@ test-races: $(VENV)/.dev
 	    echo "== round $$round of $(N)"; \
 	    $(BIN)/pytest --quiet -m 'race or end_to_end' $(PYTEST_ARGS) || exit 1; \
 	done
+
+bench: $(VENV)/.dev
+	@$(BIN)/python perf/run.py $(ARGS)
+
+bench-compare: $(VENV)/.dev
+	@$(BIN)/python perf/compare.py $(if $(BASE),'$(BASE)',$(error say what to compare with: make bench-compare BASE=main))
 
 lint: check-format check-lint check-types check-floors
 

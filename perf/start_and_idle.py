@@ -1,7 +1,7 @@
 """How long a start takes, cold and warm, and what an idle server costs: `python perf/start_and_idle.py`.
 
 Cold means that no kernel is compiled; a warm start loads them from the cache. A start ends when /health says 200. The
-idle server's CPU time is summed over all its processes for ten seconds.
+idle server's CPU time is summed over all its processes for ten seconds, and divided by them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import urllib.request
 from pathlib import Path
 
 import psutil
+import pyperf
+from http_client import CpuClock
 
 REPOSITORY = Path(__file__).parents[1]
 IDLE_S = 10.0
@@ -48,41 +50,48 @@ def healthy(url: str) -> bool:
     return False
 
 
-def cpu_seconds(root: psutil.Process) -> float:
-    """CPU time of a process and its children so far."""
-    total = 0.0
-    for process in [root, *root.children(recursive=True)]:
-        times = process.cpu_times()
-        total += times.user + times.system
-    return total
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--warm-starts", type=int, default=3)
-    arguments = parser.parse_args()
+def measure(warm_starts: int) -> dict[str, list[float]]:
+    """Seconds, by what they are of."""
+    found: dict[str, list[float]] = {"start/cold": [], "start/warm": [], "idle/cpu_per_second": []}
     with tempfile.TemporaryDirectory() as cache:
-        process, cold_s = start(cache)
-        stop(process)
-        print(f"cold start  {cold_s:6.2f} s")
-        for _ in range(arguments.warm_starts):
-            process, warm_s = start(cache)
-            print(f"warm start  {warm_s:6.2f} s")
+        for name in ("start/cold", *["start/warm"] * warm_starts):
+            process, taken_s = start(cache)
+            found[name].append(taken_s)
+            if len(found["start/warm"]) == warm_starts:
+                found["idle/cpu_per_second"].append(idle_cpu(psutil.Process(process.pid)))
             stop(process)
-        process, _ = start(cache)
-        root = psutil.Process(process.pid)
-        before = cpu_seconds(root)
-        time.sleep(IDLE_S)
-        percent = (cpu_seconds(root) - before) / IDLE_S * 100
-        print(f"idle        {percent:6.2f} % CPU over {1 + len(root.children(recursive=True))} processes")
-        stop(process)
+    return found
+
+
+def idle_cpu(root: psutil.Process) -> float:
+    """Seconds of CPU that a server and its processes take in a second in which nobody asks for anything."""
+    clocks = [CpuClock(process.pid) for process in (root, *root.children(recursive=True))]
+    before_ns = sum(clock.now_ns() for clock in clocks)
+    time.sleep(IDLE_S)
+    return (sum(clock.now_ns() for clock in clocks) - before_ns) / 1e9 / IDLE_S
 
 
 def stop(process: subprocess.Popen[str]) -> None:
     """End a server."""
     process.send_signal(signal.SIGINT)
     process.wait()
+
+
+def main() -> None:
+    """Measure, print, and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write a pyperf suite")
+    parser.add_argument("--fast", action="store_true", help="one warm start instead of five")
+    arguments = parser.parse_args()
+    found = measure(1 if arguments.fast else 5)
+    for name, values in found.items():
+        print(f"{name:20}", *(f"{value:.4f}" for value in values))
+    if arguments.output is not None:
+        benchmarks = [
+            pyperf.Benchmark([pyperf.Run(values, metadata={"name": name, "unit": "second"})])
+            for name, values in found.items()
+        ]
+        pyperf.BenchmarkSuite(benchmarks).dump(str(arguments.output), replace=True)
 
 
 if __name__ == "__main__":

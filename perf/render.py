@@ -1,0 +1,288 @@
+"""BENCHMARKS.md and its figure, from the result files alone: `python perf/render.py`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import results
+from results import Figures
+
+PAGE = Path(__file__).parents[1] / "BENCHMARKS.md"
+FIGURE = results.DIRECTORY / "step_cost.svg"
+RUNNING = (8, 64, 256, 1024, 4096)
+STREAMS = ("1-stream", "64-streams", "256-streams")
+PACES = {"one-line": "one", "eight-lines": "eight", "flat-out": "all that wait"}
+EMPTY = "empty_call"
+WIDTH = 120
+
+
+class Page:
+    """The text of BENCHMARKS.md from the result files in one folder."""
+
+    def __init__(self, directory: Path) -> None:
+        self._files = {name: Figures(directory, name) for name in results.NAMES}
+
+    def text(self) -> str:
+        """All sections."""
+        sections = (
+            self._head(),
+            self._targets(),
+            self._step(),
+            self._kernel_call(),
+            self._shared_memory(),
+            self._wake_up(),
+            self._http(),
+            self._start(),
+        )
+        return "\n".join(line for section in sections for line in (*section, ""))
+
+    def _head(self) -> Iterator[str]:
+        host = self._files["scheduler_step"].metadata
+        commits = sorted({str(figures.metadata.get("commit", "unknown")) for figures in self._files.values()})
+        yield "# Benchmarks"
+        yield ""
+        yield from paragraph("""
+            Made by `make bench` from the files in [perf/results](perf/results); nothing here is written by hand.
+            [docs/performance.md](docs/performance.md) says what was tried to get here, and
+            [perf/README.md](perf/README.md) how to repeat it. Figures are medians. Compare ratios, not figures: each is
+            of two things that were measured in one run.
+        """)
+        yield ""
+        yield from table(
+            ("host", ""),
+            (
+                ("CPU", f"{host['cpu_model_name']}, {host['cpu_count']} cores, {host.get('cpu_freq', '')}"),
+                ("system", str(host["platform"])),
+                ("Python", f"{host['python_version']}, {host['python_compiler']}"),
+                ("packages", ", ".join(f"{name} {host[f'{name}_version']}" for name in packages(host))),
+                ("commit", ", ".join(commits)),
+            ),
+        )
+
+    def _targets(self) -> Iterator[str]:
+        step, wake, http = (self._files[name] for name in ("scheduler_step", "wake_up", "http_stream"))
+        steady, line = step["steady/256/alone"], "http_stream/64-streams/one-line"
+        eight_us = 1e6 * http["http_stream/64-streams/eight-lines/ironbatch"]
+        rows = (
+            ("step at 256 running sequences, by an empty call", steady / step[EMPTY], 120.0),
+            ("step at 4096 by step at 256", step["steady/4096/alone"] / steady, 20.0),
+            ("step with 256 admissions, by a steady one", step["first/256/alone"] / steady, 3.0),
+            ("wake to collected token, by a bare eventfd", wake["token/ironbatch"] / wake["token/bare_event"], 1.5),
+            ("CPU a line, by a bare protocol; one line a send", http[f"{line}/ironbatch"] / http[f"{line}/bare"], 1.8),
+            ("CPU us a line; eight lines a send", eight_us, 2.5),
+        )
+        yield "## What was to be reached"
+        yield ""
+        yield from table(
+            ("", "at most", "measured", ""),
+            ((what, f"{most:g}", f"{value:.2f}", "" if value <= most else "missed") for what, value, most in rows),
+        )
+
+    def _step(self) -> Iterator[str]:
+        step = self._files["scheduler_step"]
+        yield "## One step of the scheduler"
+        yield ""
+        yield from paragraph("""
+            `Scheduler.step` with a backend that takes no time. Steady: every sequence decodes. First: all of them have
+            just been submitted. Read: while a process on the other core reads all slots as fast as it can.
+        """)
+        yield ""
+        rows = []
+        for running in RUNNING:
+            steady, first = step[f"steady/{running}/alone"], step[f"first/{running}/alone"]
+            rows.append(
+                (
+                    f"{running}",
+                    seconds(steady),
+                    f"{steady / step[EMPTY]:.0f}",
+                    f"{1e9 * steady / running:.1f}",
+                    seconds(step[f"steady/{running}/read"]),
+                    seconds(first),
+                    f"{first / steady:.1f}",
+                    seconds(step[f"first/{running}/read"]),
+                )
+            )
+        yield from table(
+            ("running", "steady", "/ empty call", "ns a sequence", "read", "first", "/ steady", "first, read"), rows
+        )
+        yield ""
+        oracle, times = step["oracle_step"], step["oracle_step"] / step["steady/64/alone"]
+        yield from paragraph(f"""
+            An empty call takes {seconds(step[EMPTY])}. A step of the tests' scheduler, which is plain Python and slow
+            on purpose, takes {seconds(oracle)} at 64 sequences, {times:.0f} times as long.
+        """)
+        yield ""
+        yield f"![cost of a step by running sequences](perf/results/{FIGURE.name})"
+
+    def _kernel_call(self) -> Iterator[str]:
+        call = self._files["kernel_call"]
+        names = {
+            "entry_point": "a kernel of three integers, as the scheduler calls it",
+            "dispatcher": "the same through numba's dispatcher",
+            "three_arrays": "a kernel of three arrays and an integer",
+            "builtin": "a C function of three integers",
+        }
+        yield "## Calling a kernel"
+        yield ""
+        rows = ((text, seconds(call[name]), f"{call[name] / call[EMPTY]:.1f}") for name, text in names.items())
+        yield from table(("", "a call", "/ empty call"), rows)
+
+    def _shared_memory(self) -> Iterator[str]:
+        lane, slot = self._files["lane_hand_off"], self._files["slot_publish_collect"]
+        yield "## Lanes and slots"
+        yield ""
+        yield from paragraph("""
+            A hint through a lane; and 256 slots with a new token each, beside numpy moving the same words without
+            order, checks or accounts.
+        """)
+        yield ""
+        rows = (
+            ("push and drain, by Python", lane, "push_and_drain/lane", "push_and_drain/simple_queue", "`SimpleQueue`"),
+            ("hand-off between cores", lane, "between_cores/lane", "between_cores/bare_words", "two bare words"),
+            ("publish 256", slot, "publish/ironbatch", "publish/bare_numpy", "numpy"),
+            ("collect 256", slot, "collect/ironbatch", "collect/bare_numpy", "numpy"),
+        )
+        yield from beside(rows)
+
+    def _wake_up(self) -> Iterator[str]:
+        wake = self._files["wake_up"]
+        yield "## Waking a sleeper"
+        yield ""
+        yield from paragraph("""
+            One way. `token` is from before the step that publishes it until the worker has collected it, beside an
+            eventfd that a uvloop event loop watches; the two processes, on a core each, wake each other without end, or
+            after a pause in which both go cold.
+        """)
+        yield ""
+        rows = (
+            ("half of a ping-pong", wake, "one_way/doorbell", "one_way/bare_eventfd", "blocking eventfd"),
+            ("token", wake, "token/ironbatch", "token/bare_event", "eventfd, uvloop"),
+            ("token", wake, "token/ironbatch", "token/bare_read", "eventfd, blocking"),
+            (
+                "token, after a pause",
+                wake,
+                "token_after_pause/ironbatch",
+                "token_after_pause/bare_event",
+                "eventfd, uvloop",
+            ),
+        )
+        yield from beside(rows)
+
+    def _http(self) -> Iterator[str]:
+        http = self._files["http_stream"]
+        yield "## Streaming over HTTP"
+        yield ""
+        yield from paragraph("""
+            CPU time of the serving process for each line, beside a bare uvloop protocol that writes the same bytes in
+            as many writes. A step takes 20 ms, or, for the last, so little that the worker is always behind.
+        """)
+        yield ""
+        rows = []
+        for pace, lines in PACES.items():
+            for streams in STREAMS:
+                name = f"http_stream/{streams}/{pace}"
+                sent = float(http.note(f"{name}/ironbatch", "lines_per_send"))
+                rows.append((lines, f"{sent:.1f}", streams.replace("-", " "), *self._sides(name)))
+        name = "http_stream/64-connections/one-token"
+        rows.append(("a request for one token", "", "64 connections", *self._sides(name)))
+        yield from table(("lines a send", "seen", "", "Ironbatch", "bare", "ratio"), rows)
+
+    def _sides(self, name: str) -> tuple[str, str, str]:
+        http = self._files["http_stream"]
+        ours, bare = http[f"{name}/ironbatch"], http[f"{name}/bare"]
+        return seconds(ours), seconds(bare), ratio(ours, bare)
+
+    def _start(self) -> Iterator[str]:
+        start = self._files["start_and_idle"]
+        yield "## Start and idle"
+        yield ""
+        yield from table(
+            ("", ""),
+            (
+                ("start until /health is 200, nothing compiled", seconds(start["start/cold"])),
+                ("with compiled kernels", seconds(start["start/warm"])),
+                ("CPU of all processes of an idle server", f"{100 * start['idle/cpu_per_second']:.2f} %"),
+            ),
+        )
+
+
+def paragraph(text: str) -> list[str]:
+    """Its lines."""
+    return textwrap.wrap(" ".join(text.split()), WIDTH)
+
+
+def packages(host: dict[str, object]) -> Iterator[str]:
+    """The packages whose versions are known."""
+    for name in ("numba", "numpy", "uvloop", "gunicorn", "falcon"):
+        if f"{name}_version" in host:
+            yield name
+
+
+def beside(rows: Iterable[tuple[str, Figures, str, str, str]]) -> Iterator[str]:
+    """A table of measures, each with its bare counterpart."""
+    yield from table(
+        ("", "Ironbatch", "bare", "", "ratio"),
+        (
+            (what, seconds(file[ours]), seconds(file[bare]), bare_name, ratio(file[ours], file[bare]))
+            for what, file, ours, bare, bare_name in rows
+        ),
+    )
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Markdown; the first column is text, the others stand at the right."""
+    yield "| " + " | ".join(head) + " |"
+    yield "|" + "|".join(["---", *("---:" for _ in head[1:])]) + "|"
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+
+
+def seconds(value_s: float) -> str:
+    """Three significant digits, with a unit: 31.2 ns, 2.90 us, 15.1 s."""
+    for unit, scale in (("ns", 1e9), ("us", 1e6), ("ms", 1e3), ("s", 1.0)):
+        scaled = value_s * scale
+        if scaled < 999.5 or unit == "s":
+            break
+    return f"{scaled:.{max(0, 2 - len(str(int(scaled))) + 1)}f} {unit}"
+
+
+def ratio(ours: float, bare: float) -> str:
+    """How many times as long."""
+    return f"{ours / bare:.2f}"
+
+
+def draw(directory: Path, path: Path) -> None:
+    """The cost of a step against the running sequences."""
+    import matplotlib as mpl  # noqa: PLC0415  half a second that rendering the text does not need
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    step = Figures(directory, "scheduler_step")
+    mpl.rcParams["svg.hashsalt"] = "ironbatch"  # the same figures, the same file
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for case, colour in (("steady", "C0"), ("first", "C1")):
+        for side, style in (("alone", "-"), ("read", ":")):
+            costs_us = [1e6 * step[f"{case}/{running}/{side}"] for running in RUNNING]
+            label = f"{case}{', while another core reads' if side == 'read' else ''}"
+            axes.plot(RUNNING, costs_us, style, color=colour, marker="o", label=label)
+    axes.axhline(1e6 * step["oracle_step"], color="C7", linewidth=1, label="plain Python (tests' oracle) at 64, steady")
+    axes.axhline(1e6 * step[EMPTY], color="C7", linewidth=1, linestyle="--", label="an empty Python call")
+    axes.set(xscale="log", yscale="log", xlabel="running sequences", ylabel="us a step")
+    axes.set_xticks(RUNNING, [str(running) for running in RUNNING])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def write() -> None:
+    """Renew both."""
+    PAGE.write_text(Page(results.DIRECTORY).text().rstrip() + "\n")
+    draw(results.DIRECTORY, FIGURE)
+    print(f"wrote {PAGE.name} and {FIGURE.name}")
+
+
+if __name__ == "__main__":
+    write()

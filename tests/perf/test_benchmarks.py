@@ -1,0 +1,151 @@
+"""The benchmark scripts run, and BENCHMARKS.md says what the committed result files say."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyperf
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PERF = REPOSITORY / "perf"
+RESULTS = PERF / "results"
+
+sys.path.insert(0, str(PERF))
+
+import compare  # noqa: E402
+import render  # noqa: E402
+import results  # noqa: E402
+
+PYPERF_SCRIPTS = [name for name in results.NAMES if name not in ("http_stream", "start_and_idle")]
+
+
+def run_script(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(PERF / f"{name}.py"), *options]
+    return subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+
+
+def suite_of(path: Path, **medians: float) -> None:
+    """A result file with these benchmarks; `__` stands for a slash."""
+    benchmarks = [
+        pyperf.Benchmark([pyperf.Run([value], metadata={"name": name.replace("__", "/")}, collect_metadata=False)])
+        for name, value in medians.items()
+    ]
+    pyperf.BenchmarkSuite(benchmarks).dump(str(path))
+
+
+# ------------------------------------------------------------------------------------------------------- the scripts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PYPERF_SCRIPTS)
+def test_script_measures_its_yardsticks_and_counterparts(name: str, tmp_path: Path) -> None:
+    done = run_script(name, "--debug-single-value", "--quiet", "--output", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stderr
+    found = set(pyperf.BenchmarkSuite.load(str(tmp_path / "found.json")).get_benchmark_names())
+    assert {"empty_call", "oracle_step"} < found
+    committed = pyperf.BenchmarkSuite.load(str(RESULTS / f"{name}.json"))
+    assert found == set(committed.get_benchmark_names()), "the result file is of another version of the script"
+
+
+@pytest.mark.slow
+def test_streaming_script_measures_both_sides(tmp_path: Path) -> None:
+    options = ("--fast", "--cases", "1-stream/eight-lines", "--output", str(tmp_path / "found.json"))
+    done = run_script("http_stream", *options)
+    assert done.returncode == 0, done.stderr
+    suite = pyperf.BenchmarkSuite.load(str(tmp_path / "found.json"))
+    name = "http_stream/1-stream/eight-lines"
+    assert set(suite.get_benchmark_names()) == {f"{name}/ironbatch", f"{name}/bare"}
+    for side in ("ironbatch", "bare"):
+        assert suite.get_benchmark(f"{name}/{side}").get_metadata()["lines_per_send"] == pytest.approx(8, abs=0.5)
+
+
+# --------------------------------------------------------------------------------------------------------- the files
+
+
+@pytest.mark.parametrize("name", results.NAMES)
+def test_result_file_holds_no_name_and_no_path_of_a_machine(name: str) -> None:
+    text = (RESULTS / f"{name}.json").read_text()
+    assert re.search(r'"(?:/|~|[A-Z]:\\)', text) is None
+    assert "hostname" not in text
+    assert results.keep_public(json.loads(text)) == json.loads(text)
+    assert "commit" in json.loads(text)["metadata"]
+
+
+def test_page_is_what_the_result_files_make() -> None:
+    assert render.PAGE.read_text() == render.Page(RESULTS).text().rstrip() + "\n", "run `python perf/render.py`"
+    assert render.FIGURE.exists()
+
+
+def test_figure_in_readme_and_performance_page_is_in_the_benchmarks() -> None:
+    """What BENCHMARKS.md does not have, no other page may claim: `**12.3 us**` and the like."""
+    page = render.PAGE.read_text()
+    for path in (REPOSITORY / "README.md",):
+        for figure in re.findall(r"\*\*([0-9.]+ (?:ns|us|ms|s|times))\*\*", path.read_text()):
+            assert figure in page, f"{path.name} quotes {figure}"
+
+
+# ------------------------------------------------------------------------------------------------ rendering, comparing
+
+
+def test_private_metadata_is_dropped_at_every_level() -> None:
+    suite = {
+        "version": "1.0",
+        "metadata": {"hostname": "h", "python_executable": "/x", "cpu_count": 2},
+        "benchmarks": [{"metadata": {"name": "n", "command": "/y"}, "runs": [{"metadata": {"date": "d", "pid": 1}}]}],
+    }
+    assert results.keep_public(suite) == {
+        "version": "1.0",
+        "metadata": {"cpu_count": 2},
+        "benchmarks": [{"metadata": {"name": "n"}, "runs": [{"metadata": {"date": "d"}}]}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("value_s", "text"),
+    [
+        (31.2e-9, "31.2 ns"),
+        (2.9e-6, "2.90 us"),
+        (999.4e-9, "999 ns"),
+        (999.6e-9, "1.00 us"),
+        (0.0151, "15.1 ms"),
+        (123, "123 s"),
+    ],
+)
+def test_three_digits_and_a_unit(value_s: float, text: str) -> None:
+    assert render.seconds(value_s) == text
+
+
+def test_missing_file_or_benchmark_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"wake_up\.json is missing: run `make bench`"):
+        results.Figures(tmp_path, "wake_up")
+    suite_of(tmp_path / "wake_up.json", token__ironbatch=1e-6)
+    figures = results.Figures(tmp_path, "wake_up")
+    assert figures["token/ironbatch"] == 1e-6
+    with pytest.raises(SystemExit, match=r"wake_up\.json has no token/bare_event"):
+        figures["token/bare_event"]
+
+
+def test_a_missed_target_is_said(tmp_path: Path) -> None:
+    for path in RESULTS.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    suite = json.loads((tmp_path / "scheduler_step.json").read_text())
+    for benchmark in suite["benchmarks"]:
+        if benchmark.get("metadata", {}).get("name") == "first/256/alone":
+            for run in benchmark["runs"]:
+                run["values"] = [1.0 for _ in run.get("values", [])]
+    (tmp_path / "scheduler_step.json").write_text(json.dumps(suite))
+    (line,) = [line for line in render.Page(tmp_path).text().splitlines() if "256 admissions" in line]
+    assert line.endswith("| missed |")
+
+
+def test_comparison_with_a_folder_and_with_what_is_neither_folder_nor_commit(tmp_path: Path) -> None:
+    done = run_script("compare", str(RESULTS))
+    assert done.returncode == 0, done.stderr
+    assert "== scheduler_step" in done.stdout
+    with pytest.raises(SystemExit, match="BASE=no-such-thing is neither a folder nor a commit"):
+        compare.files_of("no-such-thing", tmp_path)
