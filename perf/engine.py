@@ -14,7 +14,6 @@ from ironbatch.kernels.jit import callable_in_kernels, kernel
 from ironbatch.kernels.shared import (
     ARRIVAL_NS,
     FLAGS,
-    LANE_WORDS,
     MAX_NEW_TOKENS,
     NUM_SLOTS,
     OWNER,
@@ -24,7 +23,6 @@ from ironbatch.kernels.shared import (
     SEED,
     SLOT_WORDS,
     TOKEN_ROW_TOKENS,
-    WORKER_SLEEPING,
     open_shared,
     published_produced,
 )
@@ -116,9 +114,8 @@ class StepEngine:
 
     def submit(self, max_new_tokens: int) -> None:
         """Submit a request for every place. The worker counts as awake: what a wake costs is measured by itself."""
-        shared = self.engine.segment.lanes[LANE]
         submit_many(self.address, self.running, max_new_tokens, OWNER_WORD, LANE)
-        shared["worker_sleeping"] = 0
+        self.engine.segment.lanes[LANE]["worker_sleeping"] = 0
 
     def make_steady(self) -> None:
         """All places decode, and go on for `steps_left` steps in which none ends."""
@@ -141,6 +138,3 @@ class StepEngine:
         """Remove the segment."""
         self.scheduler.close()
         self.engine.close()
-
-
-__all__ = ["LANE", "LANE_WORDS", "WORKER_SLEEPING", "StepEngine", "read_published"]
