@@ -16,7 +16,7 @@ help:
 	@echo "make serve            run the server; ARGS='--addr :9000 --workers 4' hands it options"
 	@echo "make test             the whole test suite, from nothing; PYTEST_ARGS='-k lanes' narrows it"
 	@echo "make test-races N=10  the race and end-to-end tests, N times in a row"
-	@echo "make bench            all benchmarks, their result files and BENCHMARKS.md; ARGS='--fast --output /tmp/x' for a look"
+	@echo "make bench            all benchmarks, their result files and BENCHMARKS.md; ARGS='--fast --output look' for a look"
 	@echo "make bench-compare BASE=main   the result files beside those of a commit, or of a folder"
 	@echo "make lint             format, lint, types and floors, without changing a file"
 	@echo "make format           rewrite the code in the house's format"

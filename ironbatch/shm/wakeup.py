@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import select
+from functools import cached_property
 
 
 class Doorbell:
@@ -14,8 +15,6 @@ class Doorbell:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._poller = select.poll()
-        self._poller.register(descriptor, select.POLLIN)
 
     @classmethod
     def create(cls) -> Doorbell:
@@ -35,6 +34,13 @@ class Doorbell:
             os.eventfd_read(self.descriptor)
         except BlockingIOError:
             pass
+
+    @cached_property
+    def _poller(self) -> select.poll:
+        """Of the one process that waits."""
+        poller = select.poll()
+        poller.register(self.descriptor, select.POLLIN)
+        return poller
 
     def wait(self, timeout_ms: int) -> bool:
         """Sleep until somebody rings or the time is over. Returns whether somebody rang; silences it."""
