@@ -126,7 +126,7 @@ def _run_ramp(options: BenchOptions, workload: "Workload", files: "dict[str, Who
         print("\n".join(result_lines(ramp, interrupted=interrupted_by is not None)), flush=True)
     if interrupted_by is not None:
         return EXIT_SIGNAL_BASE + interrupted_by
-    return EXIT_OK if ramp.search.highest_passed is not None else EXIT_FAILED
+    return EXIT_OK if ramp.search.highest_passed is not None and ramp.ended_by is None else EXIT_FAILED
 
 
 def _open(flag: str, path: str) -> "WholeFile":

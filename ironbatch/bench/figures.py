@@ -36,6 +36,7 @@ def ramp_figures(ramp: Ramp, options: BenchOptions, *, interrupted: bool) -> dic
     return {
         **_origin(ramp.probes[0].result, options),
         "interrupted": interrupted,
+        "ended_by": ramp.ended_by,
         "highest_rate_within_bounds": search.highest_passed,
         "lowest_rate_outside_bounds": search.lowest_failed,
         "resolution": search.resolution,

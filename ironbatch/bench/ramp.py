@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from ironbatch.bench.load import Unreachable
 from ironbatch.bench.options import BenchOptions
 from ironbatch.bench.rate_search import RateSearch
 from ironbatch.bench.run import Run, RunResult
@@ -26,22 +27,36 @@ class Probe:
 
 
 class Ramp:
-    """Tries rates until the highest within the bounds is known. `probes` are those that are over, in order."""
+    """Tries rates until the highest within the bounds is known.
+
+    `probes` are those that are over, in order. `ended_by` says what has ended it before its time, if anything has: a
+    server that cannot be reached any more is no reason to lose what is known.
+    """
 
     def __init__(self, options: BenchOptions, workload: Workload, clock: Clock, tell: Callable[[Probe], None]) -> None:
         assert options.ramp is not None, "flags are checked"
         self.search = RateSearch(options.ramp.low, options.ramp.high)
         self.probes: list[Probe] = []
+        self.ended_by: str | None = None
         self._options = options
         self._workload = workload
         self._clock = clock
         self._tell = tell
 
     async def run(self) -> None:
-        """Do all probes. Each waits for its last answer, so the next one meets an idle server. Raises Unreachable."""
+        """Do all probes. Each waits for its last answer, so the next one meets an idle server.
+
+        Raises Unreachable, if the first one cannot reach the server.
+        """
         while (rate := self.search.next_rate()) is not None:
             run = Run(self._options, self._workload, self._clock, rate)
-            await run.send_all()
+            try:
+                await run.send_all()
+            except Unreachable as problem:
+                if not self.probes:
+                    raise
+                self.ended_by = str(problem)
+                return
             probe = judge(run.result(), self._options.ramp_share)
             self.probes.append(probe)
             self.search.record(rate, passed=probe.passed)

@@ -25,6 +25,8 @@ def result_lines(ramp: Ramp, *, interrupted: bool) -> Iterator[str]:
     passed, failed = search.highest_passed, search.lowest_failed
     if interrupted:
         yield "interrupted; of the rate under way nothing is known"
+    if ramp.ended_by is not None:
+        yield f"ended before its time: {ramp.ended_by}"
     if passed is None and failed is None:
         return
     if passed is None:
@@ -33,7 +35,7 @@ def result_lines(ramp: Ramp, *, interrupted: bool) -> Iterator[str]:
         yield f"{passed:g} requests/s, the HIGH of --ramp, is within the bounds; give a higher one"
     else:
         outside = "" if failed is None else f"; {failed:.4g} is outside them"
-        highest = "highest rate so far" if interrupted else "highest rate"
+        highest = "highest rate so far" if interrupted or ramp.ended_by else "highest rate"
         yield f"{highest} within the bounds: {passed:.4g} requests/s{outside}"
     if any(not probe.client_kept_up for probe in ramp.probes):
         yield (

@@ -1,13 +1,14 @@
 """The ramp over HTTP: its probes, its verdict, its lines."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
 
 from ironbatch.bench import ramp as ramp_module
 from ironbatch.bench.figures import ramp_figures
-from ironbatch.bench.ramp import Ramp
+from ironbatch.bench.ramp import Probe, Ramp
 from ironbatch.bench.ramp_report import probe_line, result_lines
 from ironbatch.bench.workload import Workload
 from ironbatch.clock import MonotonicClock
@@ -88,6 +89,33 @@ def test_capacity_between_the_two_is_bracketed() -> None:
         assert probe.passed == (probe.result.offered <= 12)
     (line,) = result_lines(done, interrupted=False)
     assert line == f"highest rate within the bounds: {passed:.4g} requests/s; {failed:.4g} is outside them"
+
+
+def test_server_that_goes_away_in_mid_ramp_costs_no_figure_that_is_known() -> None:
+    leaving: list[asyncio.Future[None]] = []
+
+    async def scenario() -> Ramp:
+        async with contextlib.AsyncExitStack() as stack:
+            url, _ = await stack.enter_async_context(serving(good))
+
+            def tell(probe: Probe) -> None:
+                leaving.append(asyncio.ensure_future(stack.aclose()))
+
+            options = read_options("--url", url, "--duration", "0.2", "--ramp", "20:80", *ANY_TTFT)
+            running = Ramp(options, Workload(options), MonotonicClock(), tell)
+            await running.run()
+            return running
+
+    done = asyncio.run(scenario())
+    assert [probe.passed for probe in done.probes] == [True]
+    first, second = result_lines(done, interrupted=False)
+    assert first.startswith("ended before its time: can't reach http://127.0.0.1:")
+    assert second.startswith("highest rate so far within the bounds: 20 requests/s")
+    options = read_options("--ramp", "20:80", "--duration", "0.2", *ANY_TTFT)
+    figures = ramp_figures(done, options, interrupted=False)
+    assert figures is not None
+    assert figures["ended_by"] == done.ended_by
+    assert figures["highest_rate_within_bounds"] == 20
 
 
 def test_late_client_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
