@@ -30,6 +30,10 @@ BEATS_PER_WATCHDOG = 3
 STATUS_EVERY_S = 10.0
 """How often the status is brought up to date where no watchdog asks for more."""
 
+MIN_BEAT_S = 0.05
+"""However short the watchdog's time is, this process has more to do than to beat."""
+
+MAX_WATCHDOG_USEC = 2**64 - 1  # WATCHDOG_USEC is an unsigned word, and its highest value means "never"
 MIN_WATCHDOG_S = 5.0
 """A busy machine may hold up any process for seconds, and what is not hung must not be killed."""
 
@@ -102,7 +106,7 @@ class ServiceManager:
             return None
         every_s = STATUS_EVERY_S
         if self._watchdog_s is not None:
-            every_s = min(every_s, self._watchdog_s / BEATS_PER_WATCHDOG)
+            every_s = max(min(every_s, self._watchdog_s / BEATS_PER_WATCHDOG), MIN_BEAT_S)
         return max(every_s - (self._clock.now_ns() - self._last_beat_ns) / NS_PER_S, 0.0)
 
     def beat(self, status: str, *, is_making_progress: bool) -> None:
@@ -139,8 +143,9 @@ def _watchdog_s(usec: str, pid: str) -> float | None:
     """The watchdog's time, or None if there is none or it is for another process (sd_watchdog_enabled(3))."""
     if not usec or (pid and pid != str(os.getpid())):
         return None
-    if not (usec.isascii() and usec.isdecimal()):
-        _log.warning("no watchdog is fed: WATCHDOG_USEC is %r, not a number of microseconds", usec)
+    is_number = usec.isascii() and usec.isdecimal() and len(usec) <= len(str(MAX_WATCHDOG_USEC))
+    if not is_number or int(usec) > MAX_WATCHDOG_USEC:
+        _log.warning("no watchdog is fed: WATCHDOG_USEC is %.60r, not a number of microseconds", usec)
         return None
     watchdog_s = int(usec) / US_PER_S
     if 0 < watchdog_s < MIN_WATCHDOG_S:

@@ -42,8 +42,11 @@ def main() -> None:
             before, after = base / f"{name}.json", results.DIRECTORY / f"{name}.json"
             if before.exists() and after.exists():
                 print(f"== {name}", flush=True)
+                for path in (before, after):
+                    results.Figures(path.parent, name)  # says which file is damaged
                 words = ["-m", "pyperf", "compare_to", "--table", "--table-format=md", str(before), str(after)]
-                subprocess.run([sys.executable, *words], check=False)
+                if subprocess.run([sys.executable, *words], check=False).returncode != 0:
+                    raise SystemExit(f"error: pyperf cannot compare {before} with {after}")
 
 
 if __name__ == "__main__":

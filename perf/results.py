@@ -57,7 +57,9 @@ def publish(measured: Path, name: str, directory: Path = DIRECTORY) -> None:
     suite.setdefault("metadata", {})["commit"] = _commit()
     directory.mkdir(exist_ok=True)
     text = json.dumps(keep_public(suite), indent=1, sort_keys=True)
-    (directory / f"{name}.json").write_text(text + "\n")
+    unfinished = directory / f".{name}.tmp"
+    unfinished.write_text(text + "\n")
+    unfinished.replace(directory / f"{name}.json")
 
 
 def _commit() -> str:
@@ -74,9 +76,12 @@ class Figures:
         self.path = directory / f"{name}.json"
         if not self.path.exists():
             raise SystemExit(f"{self.path.name} is missing: run `make bench`")
-        suite = pyperf.BenchmarkSuite.load(str(self.path))
+        try:
+            suite = pyperf.BenchmarkSuite.load(str(self.path))
+            self.metadata: dict[str, Any] = json.loads(self.path.read_text()).get("metadata", {})
+        except (ValueError, KeyError, TypeError, AttributeError):  # as pyperf has it for whatever is no suite
+            raise SystemExit(f"{self.path.name} is damaged: run `make bench`") from None
         self._benchmarks = {benchmark.get_name(): benchmark for benchmark in suite}
-        self.metadata: dict[str, Any] = json.loads(self.path.read_text()).get("metadata", {})
 
     def __getitem__(self, name: str) -> float:
         """The median of a benchmark's values."""

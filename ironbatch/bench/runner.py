@@ -26,7 +26,9 @@ def reserve_file_descriptors(connections: int) -> None:
         )
         raise ConfigError([problem])
     if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        # One connection is let through however low the limit is: it may do.
+        raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
 
 
 def most_connections(wanted: int) -> int:

@@ -3,7 +3,10 @@
 import csv
 import itertools
 import json
+import math
+import os
 import re
+import stat
 from collections.abc import Iterator
 from typing import Final, NamedTuple, TextIO
 
@@ -39,6 +42,8 @@ class Trace:
     def rows(self) -> Iterator[TraceRow]:
         """Yield the rows. Raises ConfigError naming file, line, value, limit and remedy."""
         try:
+            if not stat.S_ISREG(os.stat(self.path).st_mode):  # a pipe would end before it is read a second time
+                raise ConfigError([f"--trace: {self.path!r} is not a regular file; give one, such as a copy of it"])
             with open(self.path, encoding="utf-8-sig", newline="") as file:
                 yield from self._read(file)
         except OSError as error:
@@ -53,7 +58,7 @@ class Trace:
     def _read(self, file: TextIO) -> Iterator[TraceRow]:
         found: TraceFormat | None = None
         first_s: float | None = None
-        last_s = 0.0
+        last_s = -math.inf
         for line, cells in _cells(file, self.path):
             if found is None or not cells.keys() >= set(found.columns):
                 found = self._detect(line, cells)

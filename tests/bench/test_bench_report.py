@@ -203,6 +203,15 @@ def test_open_files_are_reserved(monkeypatch: pytest.MonkeyPatch, soft: int, har
     assert limits_set == ([] if raised_to is None else [(raised_to, hard)])
 
 
+@pytest.mark.parametrize("hard", [20, 64, 65, 66])
+def test_one_connection_is_let_through_under_any_limit(monkeypatch: pytest.MonkeyPatch, hard: int) -> None:
+    limits_set: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits_set.append(pair))
+    reserve_file_descriptors(1)
+    assert limits_set == [(min(65, hard), hard)]
+
+
 def test_more_connections_than_files_may_be_open_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 191))
     with pytest.raises(ConfigError) as caught:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -114,9 +115,8 @@ def test_malformed_trace_is_told_with_line_value_and_remedy(tmp_path: Path, cont
 
 
 def test_file_that_is_not_there(tmp_path: Path) -> None:
-    for path in (tmp_path / "no", tmp_path):
-        with pytest.raises(ConfigError, match=r"can't be read: .*; give a file that can"):
-            list(Trace(str(path), PROMPT_TOKENS, MAX_NEW_TOKENS).rows())
+    with pytest.raises(ConfigError, match=r"can't be read: .*; give a file that can"):
+        list(Trace(str(tmp_path / "no"), PROMPT_TOKENS, MAX_NEW_TOKENS).rows())
 
 
 def test_line_too_long_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +150,21 @@ def test_csv_and_json_lines_round_trip(
         for row, (at_ns, prompt, output) in zip(make(folder, content).rows(), wanted, strict=True):
             assert abs(row.arrival_ns - at_ns) < 1000, "a float of seconds holds less than nanoseconds"
             assert row[1:] == (prompt, output)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "/dev/null", "/dev/zero"])
+def test_what_is_no_regular_file_is_refused_before_it_is_opened(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "trace"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path = Path(kind)
+    with pytest.raises(ConfigError, match="is not a regular file; give one"):
+        list(Trace(str(path), PROMPT_TOKENS, MAX_NEW_TOKENS).rows())
+
+
+def test_the_first_arrival_may_be_any_time(tmp_path: Path) -> None:
+    rows = make(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens\n1969-12-31 23:00:00,1,1\n1969-12-31 23:00:01,1,1\n")
+    assert [row.arrival_ns for row in rows.rows()] == [0, 1_000_000_000]

@@ -130,6 +130,15 @@ def test_missing_file_or_benchmark_is_named(tmp_path: Path) -> None:
         figures["token/bare_event"]
 
 
+@pytest.mark.parametrize("content", ["{", '{"version": "1.0"}', "[]", "", '{"benchmarks": 1, "version": "1.0"}'])
+def test_damaged_file_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "wake_up.json").write_text(content)
+    with pytest.raises(SystemExit, match=r"wake_up\.json is damaged: run `make bench`"):
+        results.Figures(tmp_path, "wake_up")
+    done = run_script("compare", str(tmp_path))
+    assert (done.returncode, done.stderr) == (1, "wake_up.json is damaged: run `make bench`\n")
+
+
 def test_a_missed_target_is_said(tmp_path: Path) -> None:
     for path in RESULTS.glob("*.json"):
         (tmp_path / path.name).write_text(path.read_text())
