@@ -54,7 +54,8 @@ bench: $(VENV)/.dev
 	@$(BIN)/python perf/run.py $(ARGS)
 
 bench-compare: $(VENV)/.dev
-	@$(BIN)/python perf/compare.py $(if $(BASE),'$(BASE)',$(error say what to compare with: make bench-compare BASE=main))
+	@$(BIN)/python perf/compare.py $(if $(BASE),'$(BASE)',$(error say what to compare with: make bench-compare BASE=main)) \
+	    $(if $(NEW),'$(NEW)')
 
 lint: check-format check-lint check-types check-floors
 

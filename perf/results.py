@@ -21,6 +21,8 @@ NAMES = (
 )
 """One script each, in the order in which `make bench` runs them."""
 
+YARDSTICKS = ("empty_call", "oracle_step")
+
 KEPT = frozenset(
     {
         *("name", "unit", "description", "loops", "inner_loops", "date", "load_avg_1min"),
@@ -87,8 +89,12 @@ class Figures:
         """The median of a benchmark's values."""
         return float(self._benchmark(name).median())
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a benchmark."""
+        return name in self._benchmarks
+
     def spread(self, name: str) -> float:
-        """Median absolute deviation from the median, as a share of the median."""
+        """Half of the values are no farther from the median than this share of it (median absolute deviation)."""
         benchmark = self._benchmark(name)
         return float(benchmark.median_abs_dev() / benchmark.median())
 

@@ -83,7 +83,7 @@ def latency_histogram(
     """How often each latency came, with percentiles and bound marked."""
     pairs = [(value_ns / 1e6, count) for value_ns, count in histogram.buckets() if value_ns > 0]
     zeros = histogram.count - sum(count for _, count in pairs)
-    note = f" ({zeros} of 0 not shown)" if zeros else ""
+    note = f" ({zeros} gaps of 0 ms are not shown)" if zeros else ""
     axes.set_xlabel(label + note)
     axes.set_ylabel("count")
     if not pairs:

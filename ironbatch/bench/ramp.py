@@ -38,6 +38,7 @@ class Ramp:
         self.search = RateSearch(options.ramp.low, options.ramp.high)
         self.probes: list[Probe] = []
         self.ended_by: str | None = None
+        self.wanted_share = options.ramp_share
         self._options = options
         self._workload = workload
         self._clock = clock
@@ -57,7 +58,7 @@ class Ramp:
                     raise
                 self.ended_by = str(problem)
                 return
-            probe = judge(run.result(), self._options.ramp_share)
+            probe = judge(run.result(), self.wanted_share)
             self.probes.append(probe)
             self.search.record(rate, passed=probe.passed)
             self._tell(probe)

@@ -23,6 +23,12 @@ def result_lines(ramp: Ramp, *, interrupted: bool) -> Iterator[str]:
     """What the search came to."""
     search = ramp.search
     passed, failed = search.highest_passed, search.lowest_failed
+    fewest = min((probe.result.measured.requests for probe in ramp.probes), default=0)
+    if ramp.probes and fewest * (1 - ramp.wanted_share) < 1:
+        yield (
+            f"note: a rate was judged by {fewest} requests, too few for one bad request to be within a share of"
+            f" {ramp.wanted_share:g}; give a longer --duration"
+        )
     if interrupted:
         yield "interrupted; of the rate under way nothing is known"
     if ramp.ended_by is not None:

@@ -77,7 +77,7 @@ def _notes(run: Mapping[str, Any]) -> Iterator[str]:
             " figure above"
         )
     if run["raised_prompts"]:
-        yield f"note: {run['raised_prompts']} prompts of 0 tokens in the trace were sent with 1, the least there is"
+        yield f"note: prompts of 0 tokens in the trace, sent with 1, the least there is: {run['raised_prompts']}"
     if run["client_is_late"]:
         yield (
             f"note: this client sent requests late (by up to {digits(run['client_lag_ms']['max'])} ms), so the"

@@ -121,4 +121,4 @@ def test_warm_up_and_raised_prompts_are_mentioned() -> None:
     assert (run["requests"], run["failed"]) == (1, 0)
     text = "\n".join(report_lines(run))
     assert "4 requests of the warm-up, 1 of them failed, are in no figure above" in text
-    assert "2 prompts of 0 tokens in the trace were sent with 1" in text
+    assert "prompts of 0 tokens in the trace, sent with 1, the least there is: 2" in text

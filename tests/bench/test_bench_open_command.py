@@ -59,7 +59,7 @@ def test_trace_is_replayed(tmp_path: Path) -> None:
         async with serving(noting) as (url, _):
             code, out, _ = await command("--url", url, "--trace", str(trace), "--time-scale", "10")
         assert code == 0
-        assert "note: 1 prompts of 0 tokens in the trace were sent with 1, the least there is" in out
+        assert "note: prompts of 0 tokens in the trace, sent with 1, the least there is: 1" in out
 
     asyncio.run(scenario())
     assert asked == [(11, 3), (1, 5)]

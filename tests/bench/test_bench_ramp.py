@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from typing import Any
 
 import pytest
@@ -87,7 +88,7 @@ def test_capacity_between_the_two_is_bracketed() -> None:
     assert passed < failed <= passed * 1.05
     for probe in done.probes:
         assert probe.passed == (probe.result.offered <= 12)
-    (line,) = result_lines(done, interrupted=False)
+    *_, line = result_lines(done, interrupted=False)
     assert line == f"highest rate within the bounds: {passed:.4g} requests/s; {failed:.4g} is outside them"
 
 
@@ -108,7 +109,7 @@ def test_server_that_goes_away_in_mid_ramp_costs_no_figure_that_is_known() -> No
 
     done = asyncio.run(scenario())
     assert [probe.passed for probe in done.probes] == [True]
-    first, second = result_lines(done, interrupted=False)
+    _, first, second = result_lines(done, interrupted=False)
     assert first.startswith("ended before its time: can't reach http://127.0.0.1:")
     assert second.startswith("highest rate so far within the bounds: 20 requests/s")
     options = read_options("--ramp", "20:80", "--duration", "0.2", *ANY_TTFT)
@@ -116,6 +117,13 @@ def test_server_that_goes_away_in_mid_ramp_costs_no_figure_that_is_known() -> No
     assert figures is not None
     assert figures["ended_by"] == done.ended_by
     assert figures["highest_rate_within_bounds"] == 20
+
+
+def test_verdict_of_too_few_requests_is_told() -> None:
+    _, lines, _ = ramp(good, "--ramp", "20:80", *ANY_TTFT)
+    assert any(re.search(r"judged by \d requests, too few for one bad .* a share of 0.99", line) for line in lines)
+    _, lines, _ = ramp(good, "--ramp", "40:80", "--ramp-share", "0.5", *ANY_TTFT)
+    assert not any("judged by" in line for line in lines)
 
 
 def test_late_client_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ RESULTS = PERF / "results"
 
 sys.path.insert(0, str(PERF))
 
-import compare  # noqa: E402
 import render  # noqa: E402
 import results  # noqa: E402
 
@@ -152,9 +151,21 @@ def test_a_missed_target_is_said(tmp_path: Path) -> None:
     assert line.endswith("| missed |")
 
 
-def test_comparison_with_a_folder_and_with_what_is_neither_folder_nor_commit(tmp_path: Path) -> None:
-    done = run_script("compare", str(RESULTS))
+def test_comparison_names_both_sides_and_what_the_machine_did(tmp_path: Path) -> None:
+    for name, factor in (("old", 1.0), ("new", 2.0)):
+        (tmp_path / name).mkdir()
+        suite_of(tmp_path / name / "wake_up.json", empty_call=1e-8 * factor, token__ironbatch=1e-6 * factor)
+    done = run_script("compare", str(tmp_path / "old"), str(tmp_path / "new"))
     assert done.returncode == 0, done.stderr
-    assert "== scheduler_step" in done.stdout
-    with pytest.raises(SystemExit, match="BASE=no-such-thing is neither a folder nor a commit"):
-        compare.files_of("no-such-thing", tmp_path)
+    assert f"from {tmp_path / 'old'} to {tmp_path / 'new'}" in done.stdout
+    assert "yardsticks: empty_call +100%; less than that is the machine" in done.stdout
+    assert "2.00x slower" in done.stdout
+    done = run_script("compare", str(tmp_path / "old"), str(tmp_path / "old"))
+    assert "the same file; `make bench` measures anew" in done.stdout
+
+
+def test_comparison_with_what_has_no_results_is_refused(tmp_path: Path) -> None:
+    for name in ("no-such-thing", str(tmp_path)):
+        done = run_script("compare", name)
+        assert done.returncode == 1
+        assert f"error: {name} is neither a folder nor a commit that has result files" in done.stderr
