@@ -53,10 +53,10 @@ def keep_public(suite: dict[str, Any]) -> dict[str, Any]:
     return cleaned
 
 
-def publish(measured: Path, name: str, directory: Path = DIRECTORY) -> None:
-    """Make what a script has measured the result file of `name`."""
+def publish(measured: Path, name: str, measured_commit: str, directory: Path = DIRECTORY) -> None:
+    """Make what a script has measured of a commit the result file of `name`."""
     suite = json.loads(measured.read_text())
-    suite.setdefault("metadata", {})["commit"] = _commit()
+    suite.setdefault("metadata", {})["commit"] = measured_commit
     directory.mkdir(exist_ok=True)
     text = json.dumps(keep_public(suite), indent=1, sort_keys=True)
     unfinished = directory / f".{name}.tmp"
@@ -64,11 +64,17 @@ def publish(measured: Path, name: str, directory: Path = DIRECTORY) -> None:
     unfinished.replace(directory / f"{name}.json")
 
 
-def _commit() -> str:
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=DIRECTORY.parent, capture_output=True, text=True, check=False
-    )
-    return described.stdout.strip() or "unknown"
+def commit() -> str:
+    """The commit that is measured; "-dirty" if anything but the results themselves differs from it."""
+    revision = _git("rev-parse", "--short=10", "HEAD")
+    elsewhere = (":/", ":!results", ":(top,exclude)BENCHMARKS.md")
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", *elsewhere)
+    return (revision or "unknown") + ("-dirty" if changes else "")
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=DIRECTORY.parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 class Figures:

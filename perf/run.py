@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--fast", action="store_true", help="fewer values")
     parser.add_argument("--output", type=Path, default=results.DIRECTORY, metavar="FOLDER", help="of the result files")
     arguments = parser.parse_args()
+    measured_commit = results.commit()
     for name in arguments.only:
         start_s = time.monotonic()
         print(f"== {name}", flush=True)
@@ -36,7 +37,7 @@ def main() -> None:
                 words.append("--quiet")
             if subprocess.run(words + ["--fast"] * arguments.fast, check=False).returncode != 0:
                 raise SystemExit(f"error: {name}.py has failed; what ran before it is in {arguments.output}")
-            results.publish(measured, name, arguments.output)
+            results.publish(measured, name, measured_commit, arguments.output)
         print(f"   {time.monotonic() - start_s:.0f} s", flush=True)
     if arguments.output == results.DIRECTORY:
         render.write()
