@@ -23,7 +23,7 @@ class Doorbell:
 
     def ring(self) -> None:
         """Wake the waiting process, or let its next wait return at once."""
-        try:  # noqa: SIM105  contextlib.suppress would cost half as much as the call
+        try:  # noqa: SIM105  contextlib.suppress would cost more than the call
             os.eventfd_write(self.descriptor, 1)
         except BlockingIOError:  # 2**64 - 2 rings unheard: it is awake by now
             pass
