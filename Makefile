@@ -34,7 +34,7 @@ serve: $(VENV)/.runtime
 test: $(VENV)/.dev
 	@mkdir -p .cache
 	@NUMBA_BOUNDSCHECK=1 IRONBATCH_CACHE_DIR='$(CURDIR)/.cache/boundscheck' \
-	    $(BIN)/pytest --quiet --ignore tests/kernels/test_jit.py -p no:cacheprovider tests/kernels \
+	    $(BIN)/pytest --quiet --ignore tests/kernels/test_jit.py -p no:cacheprovider tests/kernels tests/scheduler/test_policy.py \
 	    >.cache/boundscheck.log 2>&1 & checked=$$!; \
 	trap "kill $$checked 2>/dev/null" INT TERM; \
 	echo "== all tests"; \

@@ -13,6 +13,7 @@ from typing import Any, Final
 from ironbatch import layout
 from ironbatch.config import Config, environment_warnings, given, options
 from ironbatch.errors import EXIT_FAILED, EXIT_OK
+from ironbatch.kinds import as_text
 from ironbatch.limits import GIB, KIB, MIB
 
 SHM_DIRECTORY: Final = "/dev/shm"  # noqa: S108 - where the segment will be
@@ -76,6 +77,8 @@ def report(config: Config, found: Mapping[str, tuple[str, str]], space: SharedMe
             "num_slots": config.num_slots,
             "num_lanes": config.num_lanes,
             "mock_longest_step_ns": config.mock_longest_step_ns if config.backend == "mock" else None,
+            "mock_kv_bytes": config.mock_kv_bytes,
+            "backend_may_narrow": config.backend != "mock",
         },
         "shared_memory": _shared_memory(config, space),
     }
@@ -113,7 +116,8 @@ def report_lines(found: Mapping[str, Any]) -> Iterator[str]:
         ((option["flag"][2:], option["value"], option["source"]) for option in found["options"].values()),
     )
     yield ""
-    yield from _section("limits that follow", _derived_rows(values, derived))
+    before = "" if values["backend"] == "mock" else ", before what the backend declares when it starts"
+    yield from _section(f"limits that follow{before}", _derived_rows(values, derived))
     yield ""
     sizes = memory["tables_bytes"]
     counts = {"lanes": derived["num_lanes"], "slots": derived["num_slots"], "tokens": derived["num_slots"]}
@@ -147,6 +151,8 @@ def _derived_rows(values: Mapping[str, Any], derived: Mapping[str, Any]) -> Iter
     yield "lanes", derived["num_lanes"], f"{values['workers']} workers, twice for a reload, and two spare"
     if derived["mock_longest_step_ns"] is not None:
         yield "longest step", f"{derived['mock_longest_step_ns'] / 1e6:g} ms", "the mock with a full batch"
+    if derived["mock_kv_bytes"]:
+        yield "mock KV", _size(derived["mock_kv_bytes"]), f"host memory of the scheduler: {kv}"
 
 
 def _verdict(memory: Mapping[str, Any]) -> str:
@@ -155,7 +161,7 @@ def _verdict(memory: Mapping[str, Any]) -> str:
 
 def _section(title: str, rows: Iterable[Row]) -> Iterator[str]:
     """The title, then name, value and remark in columns; a remark may be empty."""
-    table = [(name, "none" if value == "" else str(value), remark) for name, value, remark in rows]
+    table = [(name, "none" if value == "" else as_text(value), remark) for name, value, remark in rows]
     name_width, value_width = (max(len(row[column]) for row in table) for column in (0, 1))
     yield title
     for name, value, remark in table:

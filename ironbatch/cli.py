@@ -11,13 +11,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import ironbatch
 from ironbatch.bench import cli as bench_cli
 from ironbatch.bench.options import FLAGS as BENCH_FLAGS
 from ironbatch.config import Config, Option, environment_warnings, options
 from ironbatch.errors import EXIT_FAILED, EXIT_OK, EXIT_SIGNAL_BASE, EXIT_USAGE, ConfigError, IronbatchError
+from ironbatch.kinds import as_text
 from ironbatch.limits import quoted
 
 _PRECEDENCE: Final = (
@@ -127,10 +128,16 @@ def _parser() -> _Parser:
 
 def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
     # Read as text, and left out if not given: Config.load checks it together with the environment.
-    default = "none" if option.default == "" else option.default
+    default = "none" if option.default == "" else as_text(option.default)
     text = f"{option.help} (default: {default}; {option.kind.bounds}; {option.env})"
+    value: dict[str, Any] = {"nargs": "?", "const": "true"} if option.is_switch else {}
     parser.add_argument(
-        option.flag, dest=option.name, metavar=option.metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%")
+        option.flag,
+        dest=option.name,
+        metavar=option.metavar,
+        default=argparse.SUPPRESS,
+        help=text.replace("%", "%%"),
+        **value,
     )
 
 

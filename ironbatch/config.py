@@ -8,13 +8,13 @@ that exists is valid, and nothing below checks it again.
 import dataclasses
 import difflib
 import inspect
-import ipaddress
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 from ironbatch import limits
+from ironbatch.addresses import split_addr
 from ironbatch.errors import ConfigError
+from ironbatch.kinds import PROBABILITY, SWITCH, Kind, as_text, choice, power_of_two, whole_number
 from ironbatch.limits import Bound, quoted
 
 ENV_PREFIX: Final = "IRONBATCH_"
@@ -23,100 +23,9 @@ ENV_NOT_OPTIONS: Final = frozenset({"IRONBATCH_CACHE_DIR"})
 BACKEND_GROUP: Final = "ironbatch.backends"
 BACKENDS_TO_COME: Final = ("real", "device")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
-ALL_INTERFACES: Final = "0.0.0.0"  # noqa: S104 - serving the network is the purpose
-
-_HOST_NAME: Final = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]{0,62}(\.|$))+")
 
 Values = Mapping[str, Any]
-Default = TypeVar("Default", int, float, str)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Kind:
-    """How an option's text is read: its good values in few words, and a reader.
-
-    The reader raises ValueError naming the value, the bound and the remedy. A value `v` is good if and only if
-    `read(str(v)) == v`: what passes the check also survives the way through an environment variable.
-    """
-
-    bounds: str
-    read: Callable[[str], object]
-
-
-def _whole_number(bound: Bound) -> Kind:
-    return Kind(f"{bound.low}..{bound.high}", bound.read)
-
-
-def _power_of_two(bound: Bound) -> Kind:
-    def read(text: str) -> int:
-        value = bound.read(text)
-        if limits.is_power_of_two(value):
-            return value
-        remedy = " or ".join(map(str, limits.nearest_powers_of_two(value, bound)))
-        raise ValueError(f"{value} is not a power of two {bound}; use {remedy}")
-
-    return Kind(f"{bound.low}..{bound.high}, a power of two", read)
-
-
-def _choice(*words: str) -> Kind:
-    def read(text: str) -> str:
-        if text.lower() not in words:
-            raise ValueError(f"{quoted(text)} is none of its values; use {' or '.join(words)}")
-        return text.lower()
-
-    return Kind(", ".join(words), read)
-
-
-def _read_probability(text: str) -> float:
-    if re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
-        raise ValueError(f"{quoted(text)} is not a number; give one between 0 and 1, such as 0.02")
-    if not 0 <= float(text) <= 1:
-        raise ValueError(f"{quoted(text)} is not between 0 and 1; use a probability such as 0.02")
-    return float(text) + 0.0  # -0.0 becomes 0.0
-
-
-def split_addr(addr: str) -> tuple[str, int]:
-    """`host:port`, `[v6]:port` or `:port` (all interfaces) as (host, port); port 0 means any free one.
-
-    Raises ValueError with the problem and the remedy.
-    """
-    host, colon, port_text = addr.rpartition(":")
-    if not colon:
-        remedy = f":{addr}" if re.fullmatch(r"[0-9]{1,5}", addr) else "host:port, such as 127.0.0.1:8080"
-        raise ValueError(f"{quoted(addr)} is not a host and a port; use {remedy}")
-    try:
-        port = limits.PORT.read(port_text)
-    except ValueError as error:
-        raise ValueError(f"{quoted(addr)}: the port {error}") from None
-    if host.startswith("[") and host.endswith("]"):
-        return _read_ipv6_address(host[1:-1]), port
-    if ":" in host or "[" in host or "]" in host:
-        raise ValueError(f"{quoted(addr)} is ambiguous; put an IPv6 address in brackets, such as [::1]:8080")
-    return _read_host(host) if host else ALL_INTERFACES, port
-
-
-def _read_ipv6_address(text: str) -> str:
-    try:
-        address = str(ipaddress.IPv6Address(text))
-    except ValueError:
-        address = ""
-    if re.fullmatch(r"[0-9a-f:.]+(%[A-Za-z0-9._-]+)?", address) is None:  # ipaddress takes any text as a scope
-        raise ValueError(f"{quoted(f'[{text}]')} is not an IPv6 address; use one such as [::1]")
-    return address
-
-
-def _read_host(host: str) -> str:
-    if re.fullmatch(r"[0-9.]+", host):
-        try:
-            return str(ipaddress.IPv4Address(host))
-        except ValueError:
-            raise ValueError(f"{quoted(host)} is not an IPv4 address; use one such as 127.0.0.1") from None
-    if len(host) > limits.MAX_HOST_CHARS or _HOST_NAME.fullmatch(host) is None:
-        raise ValueError(
-            f"{quoted(host)} is not a host name (letters, digits and dashes, with dots between, at most"
-            f" {limits.MAX_HOST_CHARS} characters); use a name or an address, or leave it out for all interfaces"
-        )
-    return host
+Default = TypeVar("Default", bool, int, float, str)
 
 
 def backend_names() -> tuple[str, ...]:
@@ -157,7 +66,7 @@ class Option:
     """One option, as `--help`, the environment and messages know it."""
 
     name: str
-    default: int | float | str
+    default: bool | int | float | str
     kind: Kind
     metavar: str
     help: str
@@ -166,6 +75,11 @@ class Option:
     def flag(self) -> str:
         """Such as `--kv-block-size`."""
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag alone, without a value, turns it on."""
+        return self.kind is SWITCH
 
     @property
     def env(self) -> str:
@@ -178,7 +92,11 @@ def _option(default: Default, kind: Kind, metavar: str, text: str) -> Default:
 
 
 def _whole(default: int, bound: Bound, metavar: str, text: str) -> int:
-    return _option(default, _whole_number(bound), metavar, text)
+    return _option(default, whole_number(bound), metavar, text)
+
+
+def _switch(text: str) -> bool:
+    return _option(default=False, kind=SWITCH, metavar="BOOL", text=text)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +118,7 @@ class Config:
         "where the backend is, for one that is reached by a URL",
     )
     total_kv_blocks: int = _whole(4096, limits.TOTAL_KV_BLOCKS, "BLOCKS", "KV blocks in the pool")
-    kv_block_size: int = _option(16, _power_of_two(limits.KV_BLOCK_SIZE), "TOKENS", "tokens that one KV block holds")
+    kv_block_size: int = _option(16, power_of_two(limits.KV_BLOCK_SIZE), "TOKENS", "tokens that one KV block holds")
     max_batch_tokens: int = _whole(
         8192,
         limits.MAX_BATCH_TOKENS,
@@ -209,7 +127,20 @@ class Config:
     )
     max_running_seqs: int = _whole(256, limits.MAX_RUNNING_SEQS, "COUNT", "sequences that run at the same time")
     max_queued_requests: int = _whole(
-        512, limits.MAX_QUEUED_REQUESTS, "COUNT", "requests that may wait; the next one is answered 503"
+        512,
+        limits.MAX_QUEUED_REQUESTS,
+        "COUNT",
+        "sequences that may wait, one a choice; beyond them it is 503",
+    )
+    no_prefix_cache: bool = _switch("compute every prompt whole, also where its beginning is in the KV pool already")
+    priority_aging_s: int = _whole(
+        10,
+        limits.PRIORITY_AGING_S,
+        "SECONDS",
+        "seconds after which a waiting request rises by a class; 0: never",
+    )
+    audit_every: int = _whole(
+        2048, limits.AUDIT_EVERY, "STEPS", "check all of the scheduler's state every so many steps; 0: never"
     )
     max_model_len: int = _whole(8192, limits.MAX_MODEL_LEN, "TOKENS", "longest sequence, prompt and output together")
     max_body_bytes: int = _whole(
@@ -233,11 +164,12 @@ class Config:
     )
     mock_eos_prob: float = _option(
         0.0,
-        Kind("0..1", _read_probability),
+        PROBABILITY,
         "P",
         "mock: chance that a token ends its sequence; 0 gives exactly the tokens asked for",
     )
-    log_level: str = _option("info", _choice(*LOG_LEVELS), "LEVEL", "least severe message that is logged")
+    mock_kv: bool = _switch("mock: keep a KV cache in host memory, and derive each token from the context read back")
+    log_level: str = _option("info", choice(*LOG_LEVELS), "LEVEL", "least severe message that is logged")
 
     def __post_init__(self) -> None:
         values = {option.name: getattr(self, option.name) for option in options()}
@@ -248,7 +180,8 @@ class Config:
             except ValueError as error:
                 problems.append(f"{option.flag}: {error}")
             else:
-                if plain != values[option.name]:
+                # 1 and 1.0 equal True, but are not written as it is.
+                if plain != values[option.name] or (option.is_switch and plain is not values[option.name]):
                     problems.append(f"{option.flag}: {values[option.name]!r} is not plain; use {plain!r}")
         # A value of the wrong type has no place in the relations' arithmetic.
         problems = problems or _relation_problems(values, {option.name: option.flag for option in options()})
@@ -282,7 +215,7 @@ class Config:
 
     def to_environ(self) -> dict[str, str]:
         """Every option as a variable, so that a child process loads this very configuration."""
-        return {option.env: str(getattr(self, option.name)) for option in options()}
+        return {option.env: as_text(getattr(self, option.name)) for option in options()}
 
     @property
     def host(self) -> str:
@@ -318,6 +251,11 @@ class Config:
     def running_limit(self) -> int:
         """The most sequences that can run: each takes at least one token of a step."""
         return limits.running_limit(self.max_running_seqs, self.max_batch_tokens)
+
+    @property
+    def mock_kv_bytes(self) -> int:
+        """Host memory that the mock's KV takes; 0 if it keeps none."""
+        return limits.mock_kv_bytes(self.total_kv_blocks, self.kv_block_size) if self.mock_kv else 0
 
     @property
     def mock_longest_step_ns(self) -> int:
@@ -366,6 +304,12 @@ def _backend_url_problem(url: str, backend: str) -> str | None:
     return f"{quoted(url)} means nothing to the mock backend; remove it, or choose a backend that uses a URL"
 
 
+def _mock_kv_problem(mock_kv: bool, backend: str) -> str | None:  # noqa: FBT001 - a relation takes plain values
+    if not mock_kv or backend == "mock":
+        return None
+    return f"the backend {quoted(backend)} is not the mock, to which alone it means something; remove it"
+
+
 # Each relation between options: the fields it needs, and a function of these that gives the problem or None.
 _MOCK_STEP_FIELDS: Final = tuple(inspect.signature(limits.mock_longest_step_ns).parameters)
 _RELATIONS: Final[tuple[tuple[tuple[str, ...], Callable[..., str | None]], ...]] = (
@@ -373,6 +317,8 @@ _RELATIONS: Final[tuple[tuple[tuple[str, ...], Callable[..., str | None]], ...]]
     (("max_running_seqs", "max_queued_requests", "max_model_len"), limits.segment_problem),
     (("max_model_len", "total_kv_blocks", "kv_block_size"), limits.request_problem),
     (("backend_url", "backend"), _backend_url_problem),
+    (("mock_kv", "backend"), _mock_kv_problem),
+    (("mock_kv", "total_kv_blocks", "kv_block_size"), limits.mock_kv_problem),
     (_MOCK_STEP_FIELDS, limits.mock_step_problem),
 )
 

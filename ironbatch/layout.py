@@ -21,7 +21,7 @@ CACHE_LINE_BYTES = 64
 WORD_BYTES = 8
 
 MAGIC = 0x3148435441424E49  # "INBATCH1", little-endian
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 LANE_ENTRIES_PER_SLOT = 4
 """A slot generation pushes at most a submission and a cancel, and the scheduler drains a whole lane in each step.
@@ -90,6 +90,8 @@ HEADER = _table(
         ("in_device_call", "<i8"),
         ("longest_step_ns", "<i8"),
         ("scheduler_pid", "<i8"),
+        ("longest_request_tokens", "<i8"),  # with the device's limits; `max_request_tokens` is without
+        ("most_choices", "<i8"),  # sequences that can be admitted at once
     ),
     # The scheduler sets it before it sleeps; whoever rings its doorbell exchanges it for 0.
     (("scheduler_sleeping", "<i8"),),
@@ -133,9 +135,27 @@ SLOT = _table(
         ("top_p", "<f8"),
         ("top_k", "<i8"),
     ),
+    # Choices of one request are linked: choice 0 is the parent, has the lowest slot, and is submitted last.
+    (
+        ("next_choice", "<i8"),  # the slot of the next one, or NO_SLOT
+        ("salt_a", "<i8"),  # the cache salt as 16 bytes of a digest; both 0 without one
+        ("salt_b", "<i8"),
+    ),
     # The scheduler. `published` is one word, stored once per step: generation << 32 | finish reason << 24 | produced.
     (("published", "<i8"), ("error_code", "<i8"), ("preemptions", "<i8")),
+    # The scheduler: how the request fared, complete when its end is published.
+    (
+        ("admitted_generation", "<i8"),  # whose generation has been admitted; the other words are that one's
+        ("cached_tokens", "<i8"),  # of its prompt, found in the prefix cache at its first admission
+        ("waited_step_ns", "<i8"),
+        ("waited_slots_ns", "<i8"),
+        ("waited_tokens_ns", "<i8"),
+        ("waited_blocks_ns", "<i8"),
+        ("waited_device_ns", "<i8"),
+    ),
 )
+
+NO_SLOT = -1
 
 METRICS = _table(
     # One row a writer: row 0 is the scheduler's, row 1 + i belongs to whoever holds lane i. Counters only grow.
@@ -156,6 +176,24 @@ METRICS = _table(
         ("kv_blocks_free", "<i8"),
         ("kv_blocks_total", "<i8"),
         ("requests_lost", "<i8"),  # a counter: submitted by a worker that died before their end
+        ("kv_blocks_cached", "<i8"),  # those of kv_blocks_free whose content can still be found
+    ),
+    # Counters of the scheduler.
+    (
+        ("prefix_query_tokens", "<i8"),
+        ("prefix_hit_tokens", "<i8"),
+        ("prefix_evicted_blocks", "<i8"),
+        ("copied_blocks", "<i8"),
+        ("audits", "<i8"),
+        ("audit_failures", "<i8"),
+    ),
+    # Counters of the scheduler: how long sequences have waited, by reason, in the order of WAIT_REASONS.
+    (
+        ("waited_step_us", "<i8"),
+        ("waited_slots_us", "<i8"),
+        ("waited_tokens_us", "<i8"),
+        ("waited_blocks_us", "<i8"),
+        ("waited_device_us", "<i8"),
     ),
     # Counters of a web worker.
     (
@@ -171,6 +209,14 @@ METRICS = _table(
     (("ttft_us", "<i8", (HISTOGRAM_BUCKETS,)),),
     (("inter_token_us", "<i8", (HISTOGRAM_BUCKETS,)),),
 )
+
+# Why a sequence waits: the index of its counters, in this order.
+WAIT_STEP = 0  # it came while a step was under way
+WAIT_SLOTS = 1
+WAIT_TOKENS = 2
+WAIT_BLOCKS = 3
+WAIT_DEVICE = 4
+WAIT_REASONS = ("step", "slots", "tokens", "blocks", "device")
 
 # Request flags (SLOT.flags).
 FLAG_TOKEN_IDS = 1  # the prompt's token ids stand in the token row; otherwise only their count is known
@@ -193,11 +239,13 @@ ERROR_BACKEND = 1
 ERROR_LOST = 2
 ERROR_REQUEST = 3
 ERROR_INVALID = 4
+ERROR_NO_BLOCKS = 5
 ERROR_MESSAGES = {
     ERROR_BACKEND: "the backend failed while it computed this request; the server's log says why",
     ERROR_LOST: "the engine restarted, and this backend cannot continue a sequence that it has begun; send it again",
     ERROR_REQUEST: "the backend refused this request; the server's log says why",
     ERROR_INVALID: "the request reached the scheduler with values outside the engine's limits",
+    ERROR_NO_BLOCKS: "the request ran alone and outgrew the KV pool; the server's log says more",
 }
 
 # The published word.
@@ -256,5 +304,5 @@ def segment_bytes(*, num_slots: int, num_lanes: int, max_model_len: int) -> int:
     return offsets(num_slots=num_slots, num_lanes=num_lanes, max_model_len=max_model_len).total
 
 
-for _dtype, _bytes in ((HEADER, 320), (LANE, 320), (LANE_ENTRY, 16), (SLOT, 192), (METRICS, 192 + 2 * 8 * 896)):
+for _dtype, _bytes in ((HEADER, 320), (LANE, 320), (LANE_ENTRY, 16), (SLOT, 320), (METRICS, 320 + 2 * 8 * 896)):
     assert _dtype.itemsize == _bytes, f"layout changed: {_dtype.names} has {_dtype.itemsize} bytes, not {_bytes}"

@@ -67,6 +67,9 @@ PRIORITY_MAX: Final = 7
 PRIORITY: Final = Bound(PRIORITY_MIN, PRIORITY_MAX)
 PRIORITY_DEFAULT: Final = 0
 PRIORITY_CLASSES: Final = PRIORITY_MAX - PRIORITY_MIN + 1
+PRIORITY_AGING_S: Final = Bound(0, 86_400)
+CHOICES_MAX: Final = 128  # of one request
+CACHE_SALT_CHARS_MAX: Final = 256
 
 # The KV pool
 TOTAL_KV_BLOCKS: Final = Bound(1, 16_777_216)
@@ -76,12 +79,21 @@ KV_BLOCK_SIZE: Final = Bound(1, 256)  # tokens; a power of two, because position
 MAX_BATCH_TOKENS: Final = Bound(1, 1_048_576)
 MAX_RUNNING_SEQS: Final = Bound(1, 65_536)
 MAX_SLOTS: Final = 1_048_576
+AUDIT_EVERY: Final = Bound(0, 1_000_000_000)  # steps
+MAX_TOKENS_PER_STEP: Final = Bound(1, 1024)  # that a backend may emit for one sequence
 MAX_QUEUED_REQUESTS: Final = Bound(0, MAX_SLOTS - MAX_RUNNING_SEQS.low)
+
+# What a backend may declare of its device. Rows x context then stays far below int64.
+DEVICE_COUNT: Final = Bound(1, 2**31 - 1)  # sequences or tokens of a plan
+DEVICE_CONTEXT: Final = Bound(MIN_REQUEST_TOKENS, 2**53)  # rows of a plan x its longest context
+EOS_TOKEN_ID: Final = Bound(-1, 2**31 - 1)  # -1: none
+LONGEST_STEP_NS: Final = Bound(0, 2**62)  # it is added to times
+DEVICE_BUCKETS_MAX: Final = 1024
 
 # Processes and shared memory
 WORKERS: Final = Bound(1, 64)
 MAX_SEGMENT_BYTES: Final = 64 * GIB
-SLOT_OVERHEAD_BYTES: Final = 192  # a slot's record
+SLOT_OVERHEAD_BYTES: Final = 320  # a slot's record
 TOKEN_BYTES: Final = 4
 
 # The HTTP side
@@ -91,7 +103,8 @@ MAX_BODY_BYTES: Final = Bound(KIB, GIB)
 MAX_BODY_BYTES_DEFAULT: Final = 8 * MIB
 MAX_URL_CHARS: Final = 2048
 
-# The mock's latency model
+# The mock: its KV in host memory, its latency model
+MAX_MOCK_KV_BYTES: Final = 8 * GIB
 MOCK_TOKEN_LATENCY_US: Final = Bound(0, 60_000_000)
 MOCK_TERM_LATENCY_NS: Final = Bound(0, 1_000_000_000)
 MAX_MOCK_STEP_NS: Final = 3_600_000_000_000  # an hour: far above any use, far below int64
@@ -132,6 +145,16 @@ def max_request_tokens(max_model_len: int, kv_capacity_tokens: int) -> int:
     return min(max_model_len, kv_capacity_tokens)
 
 
+def choice_blocks(prompt_tokens: int, max_new_tokens: int, kv_block_size: int) -> tuple[int, int]:
+    """KV blocks that a request must find to be admitted: for its first choice, and for each further one.
+
+    The first has all of the prompt and of the first token that follows; the others share of these the full blocks
+    before the prompt's last token (docs/scheduling.md, Forks).
+    """
+    first = -(-(prompt_tokens + min(1, max_new_tokens)) // kv_block_size)
+    return first, first - (prompt_tokens - 1) // kv_block_size
+
+
 def approximate_segment_bytes(slots: int, max_model_len: int) -> int:
     """The segment's size but for header, lanes and metrics; `layout.segment_bytes` knows the exact one."""
     return slots * (max_model_len * TOKEN_BYTES + SLOT_OVERHEAD_BYTES)
@@ -158,6 +181,11 @@ def mock_longest_step_ns(  # noqa: PLR0913 - the terms of one sum
         + mock_sequence_latency_ns * sequences
         + mock_kv_token_latency_ns * kv_tokens
     )
+
+
+def mock_kv_bytes(total_kv_blocks: int, kv_block_size: int) -> int:
+    """Host memory of the mock's KV: a token id for each position, and a flag for each block."""
+    return total_kv_blocks * (kv_block_size + 1) * TOKEN_BYTES
 
 
 # A relation that does not hold is a sentence for the operator; one that does is None.
@@ -206,4 +234,16 @@ def mock_step_problem(*mock_step_fields: int) -> str | None:
     return (
         f"a full step of the mock could take {-(-step_ns // 10**9)} s, over the limit of"
         f" {MAX_MOCK_STEP_NS // 10**9} s; lower the latencies or the batch"
+    )
+
+
+def mock_kv_problem(mock_kv: bool, total_kv_blocks: int, kv_block_size: int) -> str | None:  # noqa: FBT001
+    """Whether the mock's KV, if it keeps one, stays within MAX_MOCK_KV_BYTES."""
+    needed_bytes = mock_kv_bytes(total_kv_blocks, kv_block_size)
+    if not mock_kv or needed_bytes <= MAX_MOCK_KV_BYTES:
+        return None
+    return (
+        f"{total_kv_blocks} blocks of {kv_block_size} tokens need {needed_bytes / GIB:.1f} GiB of host memory for the"
+        f" mock's KV, over the limit of {MAX_MOCK_KV_BYTES // GIB} GiB; use fewer or smaller blocks, or leave"
+        " --mock-kv out"
     )

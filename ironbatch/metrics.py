@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ironbatch.kernels.histogram import histogram_percentile
+from ironbatch.layout import WAIT_REASONS
 
 SCHEDULER_ROW = 0
 NS_PER_S = 1_000_000_000
@@ -27,6 +28,18 @@ _SCHEDULER_VALUES = (
     "scheduler_starts",
     "requests_lost",
 )
+_LATER_SCHEDULER_VALUES = (
+    "kv_blocks_cached",
+    "prefix_query_tokens",
+    "prefix_hit_tokens",
+    "prefix_evicted_blocks",
+    "copied_blocks",
+    "audits",
+    "audit_failures",
+    *(f"waited_{reason}_us" for reason in WAIT_REASONS),
+)
+"""Shown at the end, so that what was there before them keeps its place."""
+
 _WORKER_COUNTERS = (
     "requests_received",
     "requests_cancelled",
@@ -65,6 +78,7 @@ def snapshot(metrics: NDArray[Any], elapsed_ns: int) -> dict[str, int]:
         values[f"inter_token_p{percent}_us"] = int(histogram_percentile(gaps_us, percent / 100))
     for percent in (50, 90, 99):
         values[f"ttft_p{percent}_us"] = int(histogram_percentile(ttft_us, percent / 100))
+    values |= {name: int(scheduler[name]) for name in _LATER_SCHEDULER_VALUES}
     return values
 
 

@@ -22,19 +22,8 @@ LOOKS = 100
 def time_steady(loops: int, running: int, *, is_read: bool) -> float:
     """Seconds of `loops` decode steps."""
     engine = StepEngine(running)
-    step = engine.scheduler.step
-    elapsed_s = 0.0
     with reader(engine) if is_read else contextlib.nullcontext():
-        while loops > 0:
-            if engine.steps_left == 0:
-                engine.make_steady()
-            steps = range(min(loops, engine.steps_left))
-            start_s = time.perf_counter()
-            for _ in steps:
-                step()
-            elapsed_s += time.perf_counter() - start_s
-            engine.steps_left -= len(steps)
-            loops -= len(steps)
+        elapsed_s = engine.time_steps(loops)
     engine.close()
     return elapsed_s
 

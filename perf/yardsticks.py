@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))  # a checkout that is not installed, and the tests' oracle
 
 import ironbatch  # noqa: E402
-from tests import oracle  # noqa: E402
+from tests import scheduler_oracle  # noqa: E402
 
 EMPTY_CALL = "empty_call"
 ORACLE_STEP = "oracle_step"
@@ -52,14 +52,14 @@ class OracleStep:
     """The tests' scheduler, in plain Python and slow on purpose: a decode step of 64 sequences, none of which ends."""
 
     def __init__(self) -> None:
-        self._scheduler = oracle.Scheduler(
+        self._scheduler = scheduler_oracle.Scheduler(
             num_blocks=1 << 40, block_size=16, batch_tokens=ORACLE_SEQUENCES * 16, running_limit=ORACLE_SEQUENCES
         )
         for slot in range(ORACLE_SEQUENCES):
-            self._scheduler.submit(oracle.Sequence(slot, prompt=16, max_new=1 << 40))
+            self._scheduler.submit(scheduler_oracle.Sequence(slot, prompt=16, max_new=1 << 40))
         self.run()
 
     def run(self) -> None:
         """Plan and commit."""
-        rows = self._scheduler.plan()
-        self._scheduler.commit(rows, [[1]] * len(rows))
+        rows = self._scheduler.plan(now_ns=0)
+        self._scheduler.commit([[1]] * len(rows))

@@ -17,10 +17,20 @@ from ironbatch.backends.base import Backend, BatchPlan, EngineLimits, KVGeometry
 from ironbatch.backends.mock import MockBackend
 from ironbatch.clock import FakeClock
 from ironbatch.config import Config
-from ironbatch.kernels.audit import SOUND, VIOLATIONS, audit
+from ironbatch.kernels.audit import audit
 from ironbatch.kernels.emission import mock_token
 from ironbatch.kernels.lanes import mark_lane_dead
-from ironbatch.kernels.slots import NEWS_WORDS, slot_cancel, slot_claim, slot_submit, slots_collect, slots_settle
+from ironbatch.kernels.slots import (
+    NEWS_WORDS,
+    choice_seed,
+    slot_cancel,
+    slot_claim,
+    slot_release,
+    slot_submit,
+    slots_collect,
+    slots_settle,
+)
+from ironbatch.kernels.violations import SOUND, VIOLATIONS
 from ironbatch.scheduler.step import Scheduler
 from ironbatch.shm.segment import Segment
 from ironbatch.shm.wakeup import Doorbell
@@ -88,7 +98,7 @@ class ScriptedBackend(Backend):
 
 @dataclass
 class Stream:
-    """One request, and what its client has received."""
+    """One choice of a request, and what its client has received."""
 
     slot: int
     generation: int
@@ -96,6 +106,8 @@ class Stream:
     max_new_tokens: int
     seed: int
     flags: int = 0
+    prompt_token_ids: list[int] | None = None
+    reads_kv: bool = False  # the mock's tokens come from its KV cache
     token_ids: list[int] = field(default_factory=list)
     reason: int = layout.FINISH_NONE
     error_code: int = layout.ERROR_NONE
@@ -110,14 +122,29 @@ class Stream:
 
     def expected_token_ids(self, count: int, eos_token_id: int = -1, eos_threshold: int = 0) -> list[int]:
         """Its first `count` tokens, from the request alone."""
+        if self.reads_kv:
+            return mock_kv_token_ids(self, count, eos_token_id, eos_threshold)
         return [mock_token(self.seed, self.prompt_tokens + k, eos_token_id, eos_threshold) for k in range(count)]
+
+
+def mock_kv_token_ids(stream: Stream, count: int, eos_token_id: int, eos_threshold: int) -> list[int]:
+    """What the mock with --mock-kv emits if every position that it reads back is the one that was written."""
+    from ironbatch.kernels.mock_kv import mock_kv_tokens  # noqa: PLC0415 - only tests of the KV mock need it
+
+    # A prompt of which only the length is known counts as zeros, as in `BatchPlan.token_ids`.
+    context = np.zeros(stream.prompt_tokens + count, np.int32)
+    context[: stream.prompt_tokens] = stream.prompt_token_ids or 0
+    mock_kv_tokens(stream.seed, context, stream.prompt_tokens, count, eos_token_id, eos_threshold)
+    tokens: list[int] = context[stream.prompt_tokens :].tolist()
+    return tokens
 
 
 class FakeWorker:
     """A web worker that holds a lane: it claims, submits, cancels and collects through the kernels."""
 
-    def __init__(self, segment: Segment, lane: int, generation: int = 1) -> None:
+    def __init__(self, segment: Segment, lane: int, generation: int = 1, *, reads_kv: bool = False) -> None:
         self.segment = segment
+        self._reads_kv = reads_kv
         self.lane = lane
         self.generation = generation
         self.owner = (generation << layout.OWNER_LANE_BITS) | (lane + 1)
@@ -130,26 +157,64 @@ class FakeWorker:
         self._last_ns = np.zeros(num_slots, np.int64)
         segment.lanes[lane]["generation"] = generation  # its parent's part
 
-    def try_submit(self, prompt_tokens: int, max_new_tokens: int, **fields: Any) -> Stream | None:
-        """Claim a slot, write the request and hand it over. None when all slots are taken."""
-        slot = slot_claim(self.segment.address, self.owner, 0)
-        if slot < 0:
-            return None
-        row = self.segment.slots[slot]
+    def try_submit_group(self, prompt_tokens: int, max_new_tokens: int, n: int, **fields: Any) -> list[Stream]:
+        """Claim `n` slots, write the request's choices and hand them over at once. Empty if there are too few.
+
+        `fields` are the slot's, and `prompt_token_ids` and `salt`.
+        """
+        slots = sorted(self._claim_many(n))
         token_ids = fields.pop("prompt_token_ids", None)
         request = {"arrival_ns": 0, "priority": 0, "seed": 0, "flags": 0} | fields
-        if token_ids is not None:
-            self.segment.tokens[slot, :prompt_tokens] = token_ids
-            request["flags"] |= layout.FLAG_TOKEN_IDS
-        for name, value in {"prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens, **request}.items():
+        request["salt_a"], request["salt_b"] = request.pop("salt", (0, 0))
+        request["flags"] |= 0 if token_ids is None else layout.FLAG_TOKEN_IDS
+        request |= {"prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
+        streams = []
+        for index, slot in enumerate(slots):
+            links = {
+                "choice_index": index,
+                "parent_slot": slots[0],
+                "next_choice": slots[index + 1] if index + 1 < len(slots) else layout.NO_SLOT,
+                "seed": int(choice_seed(request["seed"], index)) if index else request["seed"],
+            }
+            streams.append(self._write(slot, token_ids, request | links))
+        if slots:
+            assert slot_submit(self.segment.address, self.lane, slots[0]) >= 0
+        return streams
+
+    def _claim_many(self, n: int) -> list[int]:
+        slots = [slot_claim(self.segment.address, self.owner, 0) for _ in range(n)]
+        if -1 not in slots:
+            return slots
+        for slot in slots:
+            if slot >= 0:
+                slot_release(self.segment.address, slot)
+        return []
+
+    def _write(self, slot: int, token_ids: list[int] | None, request: dict[str, int]) -> Stream:
+        row = self.segment.slots[slot]
+        for name, value in request.items():
             row[name] = value
-        stream = Stream(slot, int(row["generation"]), prompt_tokens, max_new_tokens, request["seed"], request["flags"])
+        sizes = (request["prompt_tokens"], request["max_new_tokens"])
+        if token_ids is not None:
+            self.segment.tokens[slot, : sizes[0]] = token_ids
+        stream = Stream(slot, int(row["generation"]), *sizes, request["seed"], request["flags"], token_ids)
+        stream.reads_kv = self._reads_kv
         self.streams[slot] = stream
         self._seen[slot] = 0
         self._active[self._active_count] = slot
         self._active_count += 1
-        assert slot_submit(self.segment.address, self.lane, slot) >= 0
         return stream
+
+    def submit_group(self, prompt_tokens: int, max_new_tokens: int, n: int, **fields: Any) -> list[Stream]:
+        """As `try_submit_group`, where `n` slots must be free."""
+        streams = self.try_submit_group(prompt_tokens, max_new_tokens, n, **fields)
+        assert streams, "too few slots are free"
+        return streams
+
+    def try_submit(self, prompt_tokens: int, max_new_tokens: int, **fields: Any) -> Stream | None:
+        """A request for one choice. None when all slots are taken."""
+        streams = self.try_submit_group(prompt_tokens, max_new_tokens, 1, **fields)
+        return streams[0] if streams else None
 
     def submit(self, prompt_tokens: int, max_new_tokens: int, **fields: Any) -> Stream:
         """As `try_submit`, where a slot must be free."""
@@ -204,7 +269,7 @@ class SmallEngine:
         return self.scheduler.open()
 
     def worker(self, lane: int = 0, generation: int = 1) -> FakeWorker:
-        return FakeWorker(self.segment, lane, generation)
+        return FakeWorker(self.segment, lane, generation, reads_kv=self.config.mock_kv)
 
     def step(self) -> int:
         """One step, after which every invariant holds."""
@@ -213,7 +278,7 @@ class SmallEngine:
         return count
 
     def check(self) -> None:
-        violation = audit(self.scheduler.arena.address, self._scratch)
+        violation = audit(self.scheduler.arena.address, self.segment.address, self._scratch)
         assert violation == SOUND, VIOLATIONS[violation]
 
     def run(self, *workers: FakeWorker, most_steps: int = 10_000) -> int:
@@ -251,8 +316,9 @@ class SmallEngine:
         return order
 
     def assert_nothing_held(self) -> None:
-        """All blocks and all slots are free."""
-        assert self.gauge("free_count") == self.config.total_kv_blocks
+        """Nobody has a block or a slot; what is cached may be evicted."""
+        assert self.gauge("free_count") + self.gauge("evictable_count") == self.config.total_kv_blocks
+        assert self.gauge("reserved_count") == 0
         assert not self.segment.slots["owner"].any()
         assert (self.gauge("running_count"), self.gauge("waiting_count")) == (0, 0)
 

@@ -62,6 +62,8 @@ def test_derived_limits(capsys: Capture) -> None:
         "num_slots": 257,
         "num_lanes": 8,
         "mock_longest_step_ns": 200_000,
+        "mock_kv_bytes": 0,
+        "backend_may_narrow": False,
     }
 
 
@@ -105,7 +107,7 @@ def test_text_says_the_same(monkeypatch: pytest.MonkeyPatch, capsys: Capture) ->
     assert ["kv-block-size", "16", "default"] in rows
     assert "  slots                768     running and queued requests" in out
     assert "the KV pool: 64 blocks of 16" in out
-    assert "24.8 MiB       all of them together" in out
+    assert "24.9 MiB       all of them together" in out
     assert "it fits" in out
     columns = {line.rindex("default") for line in out.splitlines() if line.endswith("default")}
     assert len(columns) == 1, "the columns are aligned"
@@ -120,6 +122,24 @@ def test_text_names_what_binds() -> None:
     ):
         text = "\n".join(report_lines(report(config, {}, PLENTY)))
         assert any(" ".join(told.split()) in " ".join(line.split()) for line in text.splitlines()), told
+
+
+def test_switches_are_true_or_false(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    set_space(monkeypatch, PLENTY)
+    assert run({"mock_kv": "on"}, {"IRONBATCH_NO_PREFIX_CACHE": "0"}, as_json=False) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["mock-kv", "true", "--mock-kv"] in rows
+    assert ["no-prefix-cache", "false", "IRONBATCH_NO_PREFIX_CACHE"] in rows
+    found = as_json(capsys, {"mock_kv": "on"}, {})["options"]
+    assert (found["mock_kv"]["value"], found["no_prefix_cache"]["value"]) == (True, False)
+
+
+def test_memory_of_the_mocks_kv_is_told_where_it_is_kept() -> None:
+    found = report(Config(mock_kv=True, total_kv_blocks=64, kv_block_size=8), {}, PLENTY)
+    assert found["derived"]["mock_kv_bytes"] == 64 * (8 + 1) * 4
+    lines = [" ".join(line.split()) for line in report_lines(found)]
+    assert "mock KV 2.2 KiB host memory of the scheduler: 64 blocks of 8" in lines
+    assert not any("mock KV" in line for line in report_lines(report(Config(), {}, PLENTY)))
 
 
 def test_other_backends_have_no_mock_step() -> None:
@@ -154,7 +174,7 @@ def test_what_does_not_fit_is_told_and_exits_1(
     assert run({}, {}, as_json=as_json) == 1
     out, err = capsys.readouterr()
     assert err == (
-        "ironbatch: error: the engine needs 24.7 MiB of shared memory, and /dev/shm has 10.0 MiB free; lower"
+        "ironbatch: error: the engine needs 24.8 MiB of shared memory, and /dev/shm has 10.0 MiB free; lower"
         " --max-queued-requests, --max-running-seqs or --max-model-len, or give it more (docker run --shm-size)\n"
     )
     if as_json:

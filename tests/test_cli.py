@@ -90,9 +90,10 @@ def test_help_lists_every_option_with_default_bounds_and_variable(command: str, 
     out, err = capsys.readouterr()
     assert err == ""
     for option in options():
-        entry = re.search(rf"^  {option.flag} {option.metavar}\s+(.*)$", out, re.MULTILINE)
+        value = f"[{option.metavar}]" if option.is_switch else option.metavar
+        entry = re.search(rf"^  {option.flag} {re.escape(value)}\s+(.*)$", out, re.MULTILINE)
         assert entry is not None, option.flag
-        default = "none" if option.default == "" else option.default
+        default = "false" if option.is_switch else "none" if option.default == "" else option.default
         assert entry[1] == f"{option.help} (default: {default}; {option.kind.bounds}; {option.env})"
     assert "a flag outranks its variable" in out
 
@@ -166,7 +167,14 @@ def test_arguments_are_the_processes_own_by_default(
     assert supervisor.configs == [Config(workers=4)]
 
 
-GOOD_VALUES = {"addr": "[::1]:0", "kv_block_size": "32", "mock_eos_prob": "0.5", "log_level": "debug"}
+GOOD_VALUES = {
+    "addr": "[::1]:0",
+    "kv_block_size": "32",
+    "mock_eos_prob": "0.5",
+    "log_level": "debug",
+    "no_prefix_cache": "true",
+    "mock_kv": "true",
+}
 
 
 @pytest.mark.parametrize("option", options(), ids=lambda option: option.flag)
@@ -179,8 +187,39 @@ def test_every_option_is_a_flag(option: object, supervisor: FakeSupervisor, caps
     value = GOOD_VALUES.get(name) or str(default + 1)
     assert main(["serve", flag, value]) == 0
     (config,) = supervisor.configs
-    assert str(getattr(config, name)) == value
+    assert str(getattr(config, name)) == (value.capitalize() if type(default) is bool else value)
     assert getattr(config, name) != default
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        ([], False),
+        (["--mock-kv"], True),
+        (["--mock-kv", "--seed", "1"], True),
+        (["--mock-kv=true"], True),
+        (["--mock-kv", "on"], True),
+        (["--mock-kv=false"], False),
+        (["--mock-kv", "0"], False),
+        (["--mock-kv", "--mock-kv=no"], False),
+    ],
+)
+def test_switch_stands_alone_or_has_a_value(argv: list[str], supervisor: FakeSupervisor, *, value: bool) -> None:
+    assert main(["serve", *argv]) == 0
+    assert supervisor.configs[0].mock_kv is value
+
+
+def test_switch_outranks_its_variable(supervisor: FakeSupervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IRONBATCH_MOCK_KV", "yes")
+    monkeypatch.setenv("IRONBATCH_NO_PREFIX_CACHE", "on")
+    assert main(["serve", "--mock-kv=off"]) == 0
+    (config,) = supervisor.configs
+    assert (config.mock_kv, config.no_prefix_cache) == (False, True)
+
+
+@pytest.mark.parametrize("argv", [["--mock-kv", "now"], ["--mock-kv=now"]])
+def test_what_is_no_switch(argv: list[str], capsys: Capture) -> None:
+    assert errors(["serve", *argv], capsys) == ["--mock-kv: 'now' is neither true nor false; use one of these"]
 
 
 def test_all_problems_are_told_and_nothing_is_started(
@@ -265,6 +304,8 @@ def test_unknown_variables_are_warned_of(
             "'--workers' is no flag of bench; `ironbatch bench --help` lists those there are",
         ),
         (["serve", "now"], "'now' is no argument of serve; `ironbatch serve --help` lists those there are"),
+        (["serve", "--mock-k"], "'--mock-k' is no flag of serve; did you mean --mock-kv?"),
+        (["serve", "--prefix-cache"], "'--prefix-cache' is no flag of serve; did you mean --no-prefix-cache?"),
         (["serve", "--addr"], "argument --addr: expected one argument; `ironbatch serve --help` says more"),
         (
             ["check-config", "--json=1"],

@@ -43,6 +43,8 @@ WHOLE_NUMBERS = [
     WholeNumber("--max-batch-tokens", 8192, 1, MILLION),
     WholeNumber("--max-running-seqs", 256, 1, 65_536),
     WholeNumber("--max-queued-requests", 512, 0, MILLION - 1, (("max_running_seqs", "1"),)),
+    WholeNumber("--priority-aging-s", 10, 0, 86_400),
+    WholeNumber("--audit-every", 2048, 0, 10**9),
     WholeNumber("--max-model-len", 8192, 2, MILLION),
     WholeNumber("--max-body-bytes", 8 * MILLION, 1024, 1024 * MILLION),
     WholeNumber("--seed", 0, 0, 2**63 - 1),
@@ -58,6 +60,8 @@ OTHERS = {
     "--mock-eos-prob": 0.0,
     "--log-level": "info",
 }
+
+SWITCHES = ["--no-prefix-cache", "--mock-kv"]
 
 MOCK_STEP_FLAGS = [
     *("--mock-token-latency-us", "--mock-prefill-token-latency-ns", "--mock-sequence-latency-ns"),
@@ -81,7 +85,7 @@ def problem(argv_values: dict[str, str] | None = None, environ: dict[str, str] |
 
 
 def test_every_option_is_promised_with_its_default() -> None:
-    promised = {option.flag: option.default for option in WHOLE_NUMBERS} | OTHERS
+    promised = {option.flag: option.default for option in WHOLE_NUMBERS} | OTHERS | dict.fromkeys(SWITCHES, False)
     assert {option.flag: option.default for option in options()} == promised
     assert Config() == Config.load({}, {})
     for option in options():
@@ -161,6 +165,31 @@ def test_error_is_told_one_problem_a_line() -> None:
         ConfigError([])
 
 
+def name_of(flag: str) -> str:
+    return flag[2:].replace("-", "_")
+
+
+@pytest.mark.parametrize("flag", SWITCHES)
+@pytest.mark.parametrize("text", ["true", "1", "yes", "on", "ON", "false", "0", "no", "off", "False", "No"])
+def test_switches(flag: str, text: str) -> None:
+    value = text.lower() in {"true", "1", "yes", "on"}
+    name = name_of(flag)
+    by_flag = Config.load({name: text}, {f"IRONBATCH_{name.upper()}": str(not value)})
+    by_env = Config.load({}, {f"IRONBATCH_{name.upper()}": text})
+    assert getattr(by_flag, name) is getattr(by_env, name) is value
+    assert by_env.to_environ()[f"IRONBATCH_{name.upper()}"] == ("true" if value else "false")
+
+
+@pytest.mark.parametrize("flag", SWITCHES)
+@pytest.mark.parametrize("text", ["", "x", "2", "-1", "1.0", "y", "t", " true", "none"])
+def test_what_is_no_switch(flag: str, text: str) -> None:
+    assert problem({name_of(flag): text}) == f"{flag}: {text!r} is neither true nor false; use one of these"
+
+
+def test_only_switches_can_stand_without_a_value() -> None:
+    assert [option.flag for option in options() if option.is_switch] == SWITCHES
+
+
 @pytest.mark.parametrize(
     ("text", "remedy"),
     [("3", "use 2 or 4"), ("17", "use 16 or 32"), ("255", "use 128 or 256"), ("100", "use 64 or 128")],
@@ -203,50 +232,11 @@ def test_what_is_no_probability(text: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("addr", "host", "port"),
-    [
-        ("0.0.0.0:8080", "0.0.0.0", 8080),
-        ("127.0.0.1:0", "127.0.0.1", 0),
-        (":65535", "0.0.0.0", 65_535),
-        ("localhost:80", "localhost", 80),
-        ("a_b-c.example.:80", "a_b-c.example.", 80),
-        (f"{'a' * 63}.example:80", f"{'a' * 63}.example", 80),
-        ("[::1]:8080", "::1", 8080),
-        ("[::]:0", "::", 0),
-        ("[FE80::1%eth0]:1", "fe80::1%eth0", 1),
-    ],
-)
-def test_addresses(addr: str, host: str, port: int) -> None:
-    config = Config.load({"addr": addr}, {})
-    assert (config.host, config.port) == (host, port)
-
-
-@pytest.mark.parametrize(
-    ("addr", "told"),
-    [
-        ("8080", "'8080' is not a host and a port; use :8080"),
-        ("localhost", "'localhost' is not a host and a port; use host:port, such as 127.0.0.1:8080"),
-        ("localhost:", "'localhost:': the port '' is not a whole number; give one between 0 and 65535"),
-        (":65536", "':65536': the port 65536 is not between 0 and 65535; use 65535 or less"),
-        (":-1", "':-1': the port -1 is not between 0 and 65535; use 0 or more"),
-        ("::1:8080", "'::1:8080' is ambiguous; put an IPv6 address in brackets, such as [::1]:8080"),
-        ("[::1:8080", "'[::1:8080' is ambiguous; put an IPv6 address in brackets, such as [::1]:8080"),
-        ("[::g]:1", "'[::g]' is not an IPv6 address; use one such as [::1]"),
-        ("[::1%a b]:1", "'[::1%a b]' is not an IPv6 address; use one such as [::1]"),
-        ("[]:1", "'[]' is not an IPv6 address; use one such as [::1]"),
-        ("1.2.3:1", "'1.2.3' is not an IPv4 address; use one such as 127.0.0.1"),
-        ("256.1.1.1:1", "'256.1.1.1' is not an IPv4 address; use one such as 127.0.0.1"),
-    ],
-)
-def test_bad_addresses_tell_the_remedy(addr: str, told: str) -> None:
-    assert problem({"addr": addr}) == f"--addr: {told}"
-
-
-@pytest.mark.parametrize("host", ["a b", "a/b", "-a", "a..b", ".a", "http://a", "é", "a" * 64, "a." * 130, "a\n"])
-def test_what_is_no_host_name(host: str) -> None:
-    told = problem({"addr": f"{host}:80"})
-    assert "is not a host name" in told or "is ambiguous" in told
+def test_address_is_split_and_a_bad_one_tells_the_remedy() -> None:
+    """All of them are in test_addresses.py."""
+    config = Config.load({"addr": "[::1]:8080"}, {})
+    assert (config.host, config.port) == ("::1", 8080)
+    assert problem({"addr": "8080"}) == "--addr: '8080' is not a host and a port; use :8080"
 
 
 def with_plugins(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -322,6 +312,11 @@ def test_no_log_level() -> None:
             "'http://x' means nothing to the mock backend; remove it, or choose a backend that uses a URL",
         ),
         (
+            {"mock_kv": "true", "total_kv_blocks": str(16 * MILLION), "kv_block_size": "256"},
+            "--mock-kv, --total-kv-blocks, --kv-block-size",
+            "over the limit of 8 GiB; use fewer or smaller blocks, or leave --mock-kv out",
+        ),
+        (
             {"mock_prefill_token_latency_ns": str(10**9)},
             ", ".join(MOCK_STEP_FLAGS),
             "a full step of the mock could take 8193 s, over the limit of 3600 s; lower the latencies or the batch",
@@ -337,6 +332,15 @@ def test_relations(values: dict[str, str], sources: str, told: str) -> None:
     assert f"IRONBATCH_{name.upper()}" in by_both.partition(": ")[0].split(", ")
 
 
+def test_mock_kv_is_the_mocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_plugins(monkeypatch, "plug")
+    told = "the backend 'plug' is not the mock, to which alone it means something; remove it"
+    assert problem({"mock_kv": "true", "backend": "plug"}) == f"--mock-kv, --backend: {told}"
+    by_both = problem({"backend": "plug"}, {"IRONBATCH_MOCK_KV": "on"})
+    assert by_both == f"IRONBATCH_MOCK_KV, --backend: {told}"
+    assert not Config.load({"mock_kv": "false", "backend": "plug"}, {}).mock_kv
+
+
 def test_relation_of_a_bad_value_is_not_told() -> None:
     assert len(problems({"max_running_seqs": "x", "max_queued_requests": str(MILLION - 1)})) == 1
 
@@ -350,6 +354,9 @@ def test_relation_of_a_bad_value_is_not_told() -> None:
         ({"workers": "2"}, "--workers: '2' is not plain; use 2"),
         ({"addr": None}, "--addr: 'None' is not a host and a port; use host:port, such as 127.0.0.1:8080"),
         ({"log_level": "INFO"}, "--log-level: 'INFO' is not plain; use 'info'"),
+        ({"mock_kv": 1}, "--mock-kv: 1 is not plain; use True"),
+        ({"mock_kv": "true"}, "--mock-kv: 'true' is not plain; use True"),
+        ({"no_prefix_cache": None}, "--no-prefix-cache: 'None' is neither true nor false; use one of these"),
         (
             {"mock_eos_prob": float("nan")},
             "--mock-eos-prob: 'nan' is not a number; give one between 0 and 1, such as 0.02",
@@ -380,6 +387,7 @@ def test_config_that_exists_holds_all_relations_and_never_changes() -> None:
             },
             "kv_block_size": st.sampled_from([1, 2, 64, 256]),
             "mock_eos_prob": st.floats(0, 1),
+            **{name_of(flag): st.booleans() for flag in SWITCHES},
             "log_level": st.sampled_from(["debug", "error"]),
             "addr": st.sampled_from([":0", "[::1]:80", "example:1"]),
         },
@@ -388,6 +396,8 @@ def test_config_that_exists_holds_all_relations_and_never_changes() -> None:
 def test_child_process_loads_this_very_configuration(values: dict[str, Any]) -> None:
     fixed = {"max_queued_requests": 5, "max_model_len": 100}
     values["total_kv_blocks"] = max(values.get("total_kv_blocks", 2), 2)  # a pool of one token serves nobody
+    if values.get("mock_kv"):
+        values["total_kv_blocks"] = min(values["total_kv_blocks"], MILLION)
     config = Config(**{**values, **fixed})
     assert Config.load({}, config.to_environ()) == config
 
@@ -407,6 +417,8 @@ def test_derived_values() -> None:
     assert dataclasses.replace(config, max_running_seqs=99).running_limit == 99
     assert (config.num_slots, config.num_lanes) == (768, 8)
     assert config.mock_longest_step_ns == 200_000
+    assert config.mock_kv_bytes == 0
+    assert dataclasses.replace(config, mock_kv=True).mock_kv_bytes == 64 * (8 + 1) * 4
     assert (config.host, config.port) == ("::1", 9)
 
 

@@ -55,6 +55,8 @@ WRITERS: dict[str, dict[str, str]] = {
                 "in_device_call",
                 "longest_step_ns",
                 "scheduler_pid",
+                "longest_request_tokens",
+                "most_choices",
             ],
             SCHEDULER,
         ),
@@ -86,10 +88,23 @@ WRITERS: dict[str, dict[str, str]] = {
                 "temperature",
                 "top_p",
                 "top_k",
+                "next_choice",
+                "salt_a",
+                "salt_b",
             ],
             OWNER,
         ),
-        **dict.fromkeys(["published", "error_code", "preemptions"], SCHEDULER),
+        **dict.fromkeys(
+            [
+                "published",
+                "error_code",
+                "preemptions",
+                "admitted_generation",
+                "cached_tokens",
+                *(f"waited_{reason}_ns" for reason in layout.WAIT_REASONS),
+            ],
+            SCHEDULER,
+        ),
     },
 }
 
@@ -153,6 +168,16 @@ def test_every_finish_and_error_has_its_own_number() -> None:
     assert set(layout.ERROR_MESSAGES) == set(errors) - {layout.ERROR_NONE}
     assert all(0 <= value < 256 for value in finishes), "eight bits of the published word"
     assert all(message.isascii() and '"' not in message and "\\" not in message for message in errors_as_sent())
+
+
+def test_waits_are_counted_by_reason_in_one_order() -> None:
+    """Kernels find a reason's word by its number, from the first one on."""
+    reasons = {name: value for name, value in vars(layout).items() if name.startswith("WAIT_") and name.isupper()}
+    del reasons["WAIT_REASONS"]
+    assert reasons == {f"WAIT_{reason.upper()}": k for k, reason in enumerate(layout.WAIT_REASONS)}
+    for dtype, unit in ((layout.SLOT, "ns"), (layout.METRICS, "us")):
+        words = [layout.word(dtype, f"waited_{reason}_{unit}") for reason in layout.WAIT_REASONS]
+        assert words == list(range(words[0], words[0] + len(words)))
 
 
 def errors_as_sent() -> list[str]:

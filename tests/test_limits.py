@@ -138,3 +138,20 @@ def test_mock_step_relation() -> None:
     problem = limits.mock_step_problem(hour_us + 1, 0, 0, 0, 1, 1, 1, 1, 1)
     assert problem is not None
     assert problem.startswith("a full step of the mock could take 3601 s, over the limit of 3600 s; lower ")
+
+
+def test_mock_kv_relation() -> None:
+    assert limits.mock_kv_bytes(4096, 16) == 4096 * 16 * 4 + 4096 * 4, "an id a position and a flag a block"
+    largest = limits.MAX_MOCK_KV_BYTES // (4 * 257)
+    assert limits.mock_kv_problem(mock_kv=True, total_kv_blocks=largest, kv_block_size=256) is None
+    problem = limits.mock_kv_problem(mock_kv=True, total_kv_blocks=10**7, kv_block_size=256)
+    assert problem is not None
+    assert problem.startswith("10000000 blocks of 256 tokens need 9.6 GiB of host memory for the mock's KV, over the")
+    assert limits.mock_kv_problem(mock_kv=True, total_kv_blocks=largest + 1, kv_block_size=256) is not None
+    assert limits.mock_kv_problem(mock_kv=False, total_kv_blocks=10**9, kv_block_size=256) is None
+
+
+def test_what_a_device_may_declare_stays_within_an_int64() -> None:
+    assert limits.DEVICE_COUNT.high < 2**31
+    assert limits.DEVICE_COUNT.high * limits.MAX_MODEL_LEN.high < 2**63, "padded rows x longest context"
+    assert limits.DEVICE_CONTEXT.high < 2**63

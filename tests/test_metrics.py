@@ -15,6 +15,20 @@ from ironbatch.metrics import snapshot
 
 NS_PER_S = 1_000_000_000
 FIRST_KEYS = ["elapsed_secs", "tokens_generated", "requests_completed", "tokens_per_sec", "ttft_p50_ms", "ttft_p99_ms"]
+LATER_KEYS = [
+    "kv_blocks_cached",
+    "prefix_query_tokens",
+    "prefix_hit_tokens",
+    "prefix_evicted_blocks",
+    "copied_blocks",
+    "audits",
+    "audit_failures",
+    "waited_step_us",
+    "waited_slots_us",
+    "waited_tokens_us",
+    "waited_blocks_us",
+    "waited_device_us",
+]
 HISTOGRAMS = ("ttft_us", "inter_token_us")
 COUNTERS = [name for name in layout.METRICS.names or () if name not in HISTOGRAMS]
 
@@ -33,6 +47,10 @@ def test_the_first_keys_in_their_order_and_all_whole() -> None:
     assert list(found)[:6] == FIRST_KEYS
     assert all(type(value) is int for value in found.values())
     assert len(found) == len(set(found))
+
+
+def test_what_came_later_is_at_the_end() -> None:
+    assert list(snapshot(rows(), NS_PER_S))[-12:] == LATER_KEYS
 
 
 def test_of_nothing() -> None:

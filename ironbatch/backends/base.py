@@ -22,9 +22,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ironbatch import layout
+from ironbatch.backends.limits import NO_LIMITS, BatchLimits, padded
+from ironbatch.kernels.arena import StateArena
 from ironbatch.kernels.plan import fill_plan_tokens
-from ironbatch.kernels.state import StateArena
 from ironbatch.shm.segment import Segment
+
+__all__ = [
+    "FINISH_ERROR",
+    "FINISH_LENGTH",
+    "FINISH_STOP",
+    "Backend",
+    "BackendFactory",
+    "BatchLimits",
+    "BatchPlan",
+    "EngineLimits",
+    "KVGeometry",
+    "StepOutput",
+]
 
 FINISH_LENGTH = layout.FINISH_LENGTH
 FINISH_STOP = layout.FINISH_STOP
@@ -41,22 +55,12 @@ class KVGeometry:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What a plan will never exceed."""
+    """What a plan will never exceed: the configuration's limits, or the backend's own where they are tighter."""
 
     num_sequences: int  # sequences are named 0 <= id < num_sequences; an id is used again after `forget`
     max_running: int  # rows of a plan
     max_batch_tokens: int  # new tokens of a plan
     max_request_tokens: int  # prompt and output of one sequence
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLimits:
-    """What a backend asks a plan to stay within; the defaults ask for nothing."""
-
-    max_sequences: int | None = None
-    max_tokens: int | None = None
-    max_tokens_per_step: int = 1
-    """The most tokens that one sequence may emit in one step: so many positions are backed by blocks beforehand."""
 
 
 class StepOutput:
@@ -83,16 +87,20 @@ class BatchPlan:
 
     rows: structured, one a sequence: `sequence` (id), `first_position`, `new_tokens`, `context_tokens` (positions
         first_position <= p < context_tokens are computed now), `emits` (1: the next token comes after it),
-        `token_offset`, `prompt_tokens`, `produced_tokens`. Decodes come first, then prefill chunks.
+        `token_offset`, `prompt_tokens`, `produced_tokens`. `decode_count` decodes come first, then prefill chunks.
+    copies: int32[count, 2], rows (source, target): whole KV blocks to copy, in order, before anything is computed.
     token_ids, positions: int32[new tokens of all rows]; row r owns token_offset <= i < token_offset + new_tokens.
     kv_slot_mapping: int64[new tokens], where each new token's KV goes: block id x block size + offset.
     output: the preset `StepOutput` to fill and return.
     block_tables: int32[num_sequences, blocks a sequence]; row of a sequence id, its first ceil(context / block size)
         entries are valid.
+    padded_sequences, padded_tokens: the buckets of `limits` that hold the plan's rows and new tokens.
     """
 
-    def __init__(self, arena: StateArena, segment: Segment) -> None:
+    def __init__(self, arena: StateArena, segment: Segment, limits: BatchLimits = NO_LIMITS) -> None:
         self._arena = arena
+        self._sequence_buckets = tuple(map(int, limits.sequence_buckets))
+        self._token_buckets = tuple(map(int, limits.token_buckets))
         self._segment = segment
         self._rows = arena.views["rows"]
         self.output = StepOutput(*(arena.views[f"output_{name}"] for name in ("counts", "tokens", "finish")))
@@ -115,10 +123,35 @@ class BatchPlan:
         """The plan's rows, PLAN_ROW[count]."""
         return self._rows[: self.count]
 
-    def _tokens(self, name: str) -> NDArray[Any]:
+    @property
+    def decode_count(self) -> int:
+        """Rows [0, decode_count) are decodes; the rest are prefill chunks."""
+        return int(self._arena.header["plan_decodes"])
+
+    @property
+    def copies(self) -> NDArray[np.int32]:
+        """Whole KV blocks to copy before anything is computed: int32[count, 2], (source, target), in order."""
+        copies: NDArray[np.int32] = self._arena.views["copies"][: int(self._arena.header["copy_count"])]
+        return copies
+
+    @property
+    def padded_sequences(self) -> int:
+        """Rows of the compiled shape that holds this plan; without `sequence_buckets`, its rows."""
+        return padded(self.count, self._sequence_buckets)
+
+    @property
+    def padded_tokens(self) -> int:
+        """New tokens of the compiled shape that holds this plan; without `token_buckets`, its new tokens."""
+        return padded(int(self._arena.header["plan_tokens"]), self._token_buckets)
+
+    def fill_tokens(self) -> None:
+        """Make the three tables below; for a backend whose own kernels read them."""
         if self._filled_for != self._step:
             fill_plan_tokens(self._arena.address, self._segment.address)
             self._filled_for = self._step
+
+    def _tokens(self, name: str) -> NDArray[Any]:
+        self.fill_tokens()
         return self._arena.views[name][: int(self._arena.header["plan_tokens"])]
 
     @property
@@ -167,7 +200,11 @@ class Backend(ABC):
     longest_step_ns: int = 1_000_000_000
     """The longest that `execute` may take; past it and 2 s more, /health reports a hung device."""
 
-    batch_limits: BatchLimits = BatchLimits()
+    paged_kv: bool = True
+    """Whether KV lives in the blocks that plans name, and stays there until the block is handed on. Prefix caching and
+    forks rest on it: a backend that keeps its KV elsewhere sets False, and gets neither hits nor copies."""
+
+    batch_limits: BatchLimits = NO_LIMITS
 
     eos_token_id: int = -1
     """The token that ends a sequence, or -1."""

@@ -12,6 +12,12 @@ from ironbatch.errors import StartError
 ENTRY_POINT_GROUP = "ironbatch.backends"
 
 
+def prepare_backend(config: Config) -> None:
+    """Compile what the configured backend is made of, before the fork of the process that creates it."""
+    if config.backend == "mock":
+        _mock_class(config)
+
+
 def create_backend(config: Config) -> Backend:
     """Make the configured backend, which is not started yet.
 
@@ -19,7 +25,7 @@ def create_backend(config: Config) -> Backend:
         StartError: a plug-in of that name can't be loaded or made.
     """
     if config.backend == "mock":
-        return MockBackend(config)
+        return _mock_class(config)(config)
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=config.backend):
         try:
             backend = entry.load()(config)
@@ -30,3 +36,11 @@ def create_backend(config: Config) -> Backend:
             raise StartError(f"backend {config.backend} ({entry.value}) is not an ironbatch.backends.base.Backend")
         return backend
     raise StartError(f"no backend is named {config.backend}")
+
+
+def _mock_class(config: Config) -> type[MockBackend]:
+    if not config.mock_kv:
+        return MockBackend
+    from ironbatch.backends.mock_kv import MockKVBackend  # noqa: PLC0415  kernels that nobody else needs
+
+    return MockKVBackend

@@ -9,19 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ironbatch.errors import IronbatchError
+from ironbatch.kernels.arena import Geometry, StateArena
 from ironbatch.kernels.blocks import blocks_for, grow_blocks, release_blocks
 from ironbatch.kernels.jit import kernel
-from ironbatch.kernels.state import (
-    BLOCK_SHIFT,
-    BLOCK_SIZE,
-    BLOCKS,
-    BLOCKS_PER_SEQUENCE,
-    FREE_COUNT,
-    SEQUENCE_WORDS,
-    Geometry,
-    StateArena,
-    open_state,
-)
+from ironbatch.kernels.records import BLOCKS, SEQUENCE_WORDS
+from ironbatch.kernels.state import BLOCK_SHIFT, BLOCK_SIZE, BLOCKS_PER_SEQUENCE, FREE_COUNT, open_state
 
 NO_ROOM = -1
 TARGET_IN_USE = -2

@@ -5,8 +5,27 @@ from __future__ import annotations
 from ironbatch import layout
 from ironbatch.kernels.atomics import exchange, full_fence, load_acquire, store_release
 from ironbatch.kernels.blocks import release_blocks
+from ironbatch.kernels.forks import drop_sources, fork_all, is_in_group, leave_group
 from ironbatch.kernels.jit import inline, kernel, subroutine
+from ironbatch.kernels.prefix import register_prefix
 from ironbatch.kernels.queues import note_forget
+from ironbatch.kernels.records import (
+    COMPUTED,
+    LANE,
+    MAX_NEW,
+    PRODUCED,
+    PROMPT,
+    ROW_CONTEXT,
+    ROW_EMITS,
+    ROW_SEQUENCE,
+    ROW_WORDS,
+    SEQ_FLAGS,
+    SEQ_GENERATION,
+    SEQUENCE_WORDS,
+    STATUS,
+    STATUS_NONE,
+    STATUS_RUNNING,
+)
 from ironbatch.kernels.shared import (
     ERROR_CODE,
     IN_DEVICE_CALL,
@@ -19,28 +38,18 @@ from ironbatch.kernels.shared import (
     published_word,
 )
 from ironbatch.kernels.state import (
-    COMPUTED,
+    COPY_COUNT,
     EOS_TOKEN_ID,
+    EVICTABLE_COUNT,
+    EVICTED_COUNT,
     FREE_COUNT,
-    LANE,
-    MAX_NEW,
     NUM_LANES,
+    PENDING_FORKS,
     PLAN_DECODES,
     PLAN_TOKENS,
-    PRODUCED,
-    PROMPT,
-    ROW_CONTEXT,
+    PREFIX_CACHE,
     ROW_COUNT,
-    ROW_EMITS,
-    ROW_SEQUENCE,
-    ROW_WORDS,
     RUNNING_COUNT,
-    SEQ_FLAGS,
-    SEQ_GENERATION,
-    SEQUENCE_WORDS,
-    STATUS,
-    STATUS_NONE,
-    STATUS_RUNNING,
     TOKENS_PER_STEP,
     WAITING_COUNT,
     WAKE_COUNT,
@@ -57,11 +66,54 @@ METRIC_FAILED = layout.word(layout.METRICS, "sequences_failed")
 METRIC_RUNNING = layout.word(layout.METRICS, "running")
 METRIC_WAITING = layout.word(layout.METRICS, "waiting")
 METRIC_FREE = layout.word(layout.METRICS, "kv_blocks_free")
+METRIC_CACHED = layout.word(layout.METRICS, "kv_blocks_cached")
+METRIC_EVICTED = layout.word(layout.METRICS, "prefix_evicted_blocks")
+METRIC_COPIED = layout.word(layout.METRICS, "copied_blocks")
+
+
+@inline
+def append_tokens(state, shared, sequence, cursor, count, reason):
+    """Append `count` emitted tokens from place `cursor` on, up to the sequence's end. Returns (produced, reason)."""
+    fields = sequence * SEQUENCE_WORDS
+    produced = state.sequences[fields + PRODUCED]
+    limit = state.sequences[fields + MAX_NEW]
+    out = sequence * shared.header[TOKEN_ROW_TOKENS] + state.sequences[fields + PROMPT]
+    for token_index in range(cursor, cursor + count):
+        token = state.output_tokens[token_index]
+        shared.tokens[out + produced] = token
+        produced += 1
+        if token == state.header[EOS_TOKEN_ID] and state.sequences[fields + SEQ_FLAGS] & layout.FLAG_IGNORE_EOS == 0:
+            return produced, layout.FINISH_STOP
+        if produced == limit:
+            return produced, layout.FINISH_LENGTH
+    return produced, reason
+
+
+@inline
+def shares_from(state):
+    """The first row after which something may be shared: a chunk's full blocks, or the prompt of a group."""
+    if state.header[PENDING_FORKS] > 0:
+        return 0
+    return state.header[PLAN_DECODES] if state.header[PREFIX_CACHE] else state.header[ROW_COUNT]
+
+
+@subroutine
+def share_computed(state, shared, k):
+    """Register what row `k` has computed of a prompt, and fork from it if that was the last of it."""
+    sequence = state.rows[k * ROW_WORDS + ROW_SEQUENCE]
+    if k >= state.header[PLAN_DECODES]:
+        register_prefix(state, shared, sequence)
+    if state.rows[k * ROW_WORDS + ROW_EMITS] != 0 and is_in_group(state, sequence):
+        fork_all(state, sequence)
 
 
 @subroutine
 def finish(state, shared, sequence, reason):
     """Free a finished sequence's blocks; the caller publishes it and compacts the running set."""
+    if is_in_group(state, sequence):
+        leave_group(state, shared, sequence)
+    if reason != layout.FINISH_ERROR:
+        register_prefix(state, shared, sequence)
     release_blocks(state, sequence)
     note_forget(state, sequence)
     state.sequences[sequence * SEQUENCE_WORDS + STATUS] = STATUS_NONE
@@ -105,7 +157,10 @@ def set_gauges(state, shared):
     """What /metrics shows of the scheduler's private state."""
     shared.metrics[METRIC_RUNNING] = state.header[RUNNING_COUNT]
     shared.metrics[METRIC_WAITING] = state.header[WAITING_COUNT]
-    shared.metrics[METRIC_FREE] = state.header[FREE_COUNT]
+    shared.metrics[METRIC_FREE] = state.header[FREE_COUNT] + state.header[EVICTABLE_COUNT]
+    shared.metrics[METRIC_CACHED] = state.header[EVICTABLE_COUNT]
+    shared.metrics[METRIC_EVICTED] += state.header[EVICTED_COUNT]
+    state.header[EVICTED_COUNT] = 0
 
 
 @kernel("int64(intp, intp)")
@@ -119,49 +174,37 @@ def commit(state_address, segment_address):
     """
     state = open_state(state_address)
     shared = open_shared(segment_address)
-    eos = state.header[EOS_TOKEN_ID]
-    stride = shared.header[TOKEN_ROW_TOKENS]
-    most = state.header[TOKENS_PER_STEP]
-    for k in range(state.header[ROW_COUNT]):
-        if state.output_counts[k] < 0 or state.output_counts[k] > most:
+    rows = state.header[ROW_COUNT]
+    for k in range(rows):
+        if state.output_counts[k] < 0 or state.output_counts[k] > state.header[TOKENS_PER_STEP]:
             return INVALID_OUTPUT
+    if state.header[COPY_COUNT] > 0:
+        shared.metrics[METRIC_COPIED] += state.header[COPY_COUNT]
+        drop_sources(state)
+    shared_from = shares_from(state)
     cursor = 0
     generated = 0
     finished = 0
-    rows = state.header[ROW_COUNT]
     for k in range(rows):
         row = k * ROW_WORDS
         sequence = state.rows[row + ROW_SEQUENCE]
         fields = sequence * SEQUENCE_WORDS
-        reason = state.output_finish[k]
         count = state.output_counts[k]
-        if state.rows[row + ROW_EMITS] == 0 and reason == layout.FINISH_NONE:
-            state.sequences[fields + COMPUTED] = state.rows[row + ROW_CONTEXT]
-            cursor += count
-            continue
         before = state.sequences[fields + PRODUCED]
-        produced = before
-        limit = state.sequences[fields + MAX_NEW]
-        out = sequence * stride + state.sequences[fields + PROMPT]
-        for token_index in range(cursor, cursor + count):
-            token = state.output_tokens[token_index]
-            shared.tokens[out + produced] = token
-            produced += 1
-            if token == eos and (state.sequences[fields + SEQ_FLAGS] & layout.FLAG_IGNORE_EOS) == 0:
-                reason = layout.FINISH_STOP
-                break
-            if produced == limit:
-                reason = layout.FINISH_LENGTH
-                break
+        produced, reason = append_tokens(state, shared, sequence, cursor, count, state.output_finish[k])
         cursor += count
         generated += produced - before
         state.sequences[fields + PRODUCED] = produced
-        state.sequences[fields + COMPUTED] = state.sequences[fields + PROMPT] + produced - 1
+        # The last token of a context is computed by the step that emits the next.
+        reached = state.rows[row + ROW_CONTEXT] + produced - before - state.rows[row + ROW_EMITS]
+        state.sequences[fields + COMPUTED] = reached
+        if reason not in (layout.FINISH_NONE, layout.FINISH_LENGTH, layout.FINISH_STOP):
+            reason = layout.FINISH_ERROR  # or a plug-in's slip
+        if k >= shared_from and reason != layout.FINISH_ERROR:
+            share_computed(state, shared, k)
         if reason != layout.FINISH_NONE:
             state.output_finish[k] = layout.FINISH_NONE
-            if reason not in (layout.FINISH_LENGTH, layout.FINISH_STOP):  # FINISH_ERROR, or a plug-in's slip
-                reason = layout.FINISH_ERROR
-            elif produced == before:
+            if produced == before and reason != layout.FINISH_ERROR:
                 reason |= layout.FINISH_WITHOUT_TOKEN
             finish(state, shared, sequence, reason)
             finished += 1

@@ -5,16 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ironbatch.kernels.jit import inline, kernel
-from ironbatch.kernels.state import (
-    EOS_TOKEN_ID,
-    ROW_CONTEXT,
-    ROW_COUNT,
-    ROW_EMITS,
-    ROW_NEW,
-    ROW_SEQUENCE,
-    ROW_WORDS,
-    open_state,
-)
+from ironbatch.kernels.records import ROW_CONTEXT, ROW_EMITS, ROW_NEW, ROW_SEQUENCE, ROW_WORDS
+from ironbatch.kernels.state import EOS_TOKEN_ID, ROW_COUNT, open_state
 
 VOCABULARY = 32_000
 EOS_SCALE = 1 << 30
@@ -34,12 +26,17 @@ def mix(seed, position):
 
 
 @inline
-def token_at(seed, position, eos_token_id, eos_threshold):
-    """The token that a sequence with `seed` has at `position`; the end of sequence for eos_threshold in 2**30."""
-    bits = mix(seed, position)
+def token_of(bits, eos_token_id, eos_threshold):
+    """The token that 64 well-mixed bits stand for."""
     if np.int64(bits >> np.uint64(34)) < eos_threshold:
         return eos_token_id
     return np.int64(bits % np.uint64(VOCABULARY - 1)) + 1
+
+
+@inline
+def token_at(seed, position, eos_token_id, eos_threshold):
+    """The token that a sequence with `seed` has at `position`; the end of sequence for eos_threshold in 2**30."""
+    return token_of(mix(seed, position), eos_token_id, eos_threshold)
 
 
 @kernel("int64(int64, int64, int64, int64)")
@@ -48,12 +45,21 @@ def mock_token(seed, position, eos_token_id, eos_threshold):
     return token_at(seed, position, eos_token_id, eos_threshold)
 
 
+@inline
+def prefill_tokens_of(new_tokens):
+    """What a row's new tokens count for in the latency model: a chunk of one costs what a decode does."""
+    return new_tokens if new_tokens > 1 else 0
+
+
+@inline
+def step_ns(rows, prefill_tokens, kv_tokens, base_ns, prefill_token_ns, sequence_ns, kv_token_ns):
+    """The latency model: base, and a term for each prefill token, each row and each context token read."""
+    return base_ns + prefill_token_ns * prefill_tokens + sequence_ns * rows + kv_token_ns * kv_tokens
+
+
 @kernel("int64(intp, int64, int64, int64, int64, int64)")
 def mock_execute(state_address, eos_threshold, base_ns, prefill_token_ns, sequence_ns, kv_token_ns):
-    """Emit one token for each row that reaches its end. Returns how long the step takes, in ns.
-
-    base + prefill_token x (prompt tokens computed) + sequence x rows + kv_token x (context tokens read).
-    """
+    """Emit one token for each row that reaches its end. Returns how long the step takes by the latency model, in ns."""
     state = open_state(state_address)
     eos = state.header[EOS_TOKEN_ID]
     rows = state.header[ROW_COUNT]
@@ -63,11 +69,10 @@ def mock_execute(state_address, eos_threshold, base_ns, prefill_token_ns, sequen
     for k in range(rows):
         row = k * ROW_WORDS
         context = state.rows[row + ROW_CONTEXT]
-        new_tokens = state.rows[row + ROW_NEW]
-        prefill_tokens += new_tokens if new_tokens > 1 else 0
+        prefill_tokens += prefill_tokens_of(state.rows[row + ROW_NEW])
         kv_tokens += context
         if state.rows[row + ROW_EMITS] != 0:
             seed = state.seeds[state.rows[row + ROW_SEQUENCE]]
             state.output_tokens[emitted] = token_at(seed, context, eos, eos_threshold)
             emitted += 1
-    return base_ns + prefill_token_ns * prefill_tokens + sequence_ns * rows + kv_token_ns * kv_tokens
+    return step_ns(rows, prefill_tokens, kv_tokens, base_ns, prefill_token_ns, sequence_ns, kv_token_ns)

@@ -1,42 +1,25 @@
-"""The batching policy: who computes what in the next step.
+"""The batching policy: who computes what in the next step. In words: docs/scheduling.md.
 
 Continuous batching as in Orca (Yu et al., OSDI 2022), chunked prefill as in Sarathi-Serve (Agrawal et al., OSDI 2024).
-
-Decodes come first, then chunks of prefills that run already, then admission by seniority. Before a token is computed
-its position, and that of the token it emits, is backed by a block; a sequence is admitted with blocks for its whole
-context, so only decodes ever grow, and only their growth preempts.
 """
 
 from __future__ import annotations
 
 from ironbatch import layout
-from ironbatch.kernels.blocks import blocks_for, grow_blocks
+from ironbatch.kernels.admission import admit, missing_place, try_blocks
+from ironbatch.kernels.blocks import available_blocks, blocks_for, grow_blocks
+from ironbatch.kernels.forks import plan_copies, waits_for_parent
 from ironbatch.kernels.jit import inline, kernel, subroutine
-from ironbatch.kernels.queues import END, dequeue, first_waiting, insert_running, preempt_newest
-from ironbatch.kernels.shared import (
-    IN_DEVICE_CALL,
-    STEP_STARTED_NS,
-    TOKEN_ROW_TOKENS,
-    open_shared,
-)
-from ironbatch.kernels.state import (
-    ADMITTED_COUNT,
-    BATCH_TOKENS,
-    BLOCK_SHIFT,
-    BLOCK_SIZE,
+from ironbatch.kernels.preemption import make_room, make_way
+from ironbatch.kernels.queues import age_waiting, first_waiting, remaining_tokens
+from ironbatch.kernels.records import (
     BLOCKS,
-    BLOCKS_PER_SEQUENCE,
     COMPUTED,
-    FREE_COUNT,
     MAX_NEW,
-    PLAN_DECODES,
-    PLAN_TOKENS,
-    PREEMPTED_COUNT,
     PRIORITY_CLASS,
     PRODUCED,
     PROMPT,
     ROW_CONTEXT,
-    ROW_COUNT,
     ROW_EMITS,
     ROW_FIRST,
     ROW_NEW,
@@ -45,25 +28,44 @@ from ironbatch.kernels.state import (
     ROW_PROMPT,
     ROW_SEQUENCE,
     ROW_WORDS,
-    RUNNING_COUNT,
-    RUNNING_LIMIT,
     SEQ_FLAGS,
     SEQUENCE_WORDS,
+)
+from ironbatch.kernels.shared import (
+    IN_DEVICE_CALL,
+    STEP_STARTED_NS,
+    TOKEN_ROW_TOKENS,
+    open_shared,
+)
+from ironbatch.kernels.state import (
+    ADMITTED_COUNT,
+    BATCH_IS_DEVICE,
+    BATCH_TOKENS,
+    BLOCK_SHIFT,
+    BLOCK_SIZE,
+    BLOCKS_PER_SEQUENCE,
+    CHUNKS_NEXT,
+    COPY_COUNT,
+    DISPLACED_COUNT,
+    MIXES,
+    NEXT_AGING_NS,
+    OWED_COPIES,
+    PLAN_DECODES,
+    PLAN_TOKENS,
+    PREEMPTED_COUNT,
+    PREFILL_ROW_LIMIT,
+    ROW_COUNT,
+    RUNNING_COUNT,
     TOKENS_PER_STEP,
+    WAIT_REASON,
+    WAITING_COUNT,
     open_plan_tokens,
     open_state,
 )
 
 
 @inline
-def remaining_tokens(state, sequence):
-    """Positions of the sequence's context whose KV is not computed; 1 means that it decodes."""
-    row = sequence * SEQUENCE_WORDS
-    return state.sequences[row + PROMPT] + state.sequences[row + PRODUCED] - state.sequences[row + COMPUTED]
-
-
-@inline
-def add_row(state, count, sequence, new_tokens, emits, offset):
+def write_row(state, count, sequence, new_tokens, emits, offset):
     """Write row `count` of the plan."""
     row = count * ROW_WORDS
     fields = sequence * SEQUENCE_WORDS
@@ -77,37 +79,19 @@ def add_row(state, count, sequence, new_tokens, emits, offset):
     state.rows[row + ROW_PROMPT] = state.sequences[fields + PROMPT]
     state.rows[row + ROW_PRODUCED] = state.sequences[fields + PRODUCED]
     state.output_counts[count] = emits
-    return count + 1
 
 
-@subroutine
-def make_room(state, shared, sequence, wanted):
-    """Preempt from the junior end until `sequence` can hold `wanted` blocks. Returns 0 if it was preempted itself."""
-    missing = wanted - state.sequences[sequence * SEQUENCE_WORDS + BLOCKS]
-    while state.header[FREE_COUNT] < missing:
-        victim = preempt_newest(state, shared)
-        state.header[PREEMPTED_COUNT] += 1
-        if victim == sequence:
-            return 0
-    return 1
+@inline
+def plan_decodes(state, shared):
+    """A row for every running sequence that decodes, senior first. Returns how many running ones still prefill.
 
-
-@kernel("int64(intp, intp, int64)")
-def plan(state_address, segment_address, now_ns):
-    """Plan one step. Returns its number of rows; 0 if there is nothing to compute."""
-    state = open_state(state_address)
-    shared = open_shared(segment_address)
+    A victim of growth is junior to the sequence that needs its block, hence not planned yet.
+    """
     header = state.header
-    header[PREEMPTED_COUNT] = 0
-    header[ADMITTED_COUNT] = 0
     lookahead = header[TOKENS_PER_STEP]
     block_shift = header[BLOCK_SHIFT]
-    budget = header[BATCH_TOKENS]
     count = 0
     prefilling = 0
-    offset = 0
-
-    # Decodes, senior first. A victim is junior to the sequence that needs its block, hence not planned yet.
     k = 0
     while k < header[RUNNING_COUNT]:
         sequence = state.running[k]
@@ -121,50 +105,129 @@ def plan(state_address, segment_address, now_ns):
         reach = min(context + lookahead, state.sequences[row + PROMPT] + state.sequences[row + MAX_NEW])
         if reach > held << block_shift:
             wanted = blocks_for(state, reach)
-            if header[FREE_COUNT] < wanted - held and make_room(state, shared, sequence, wanted) == 0:
-                break
+            if available_blocks(state) < wanted - held and make_room(state, shared, sequence, wanted) == 0:
+                k -= 1  # its place is another's now
+                continue
             grow_blocks(state, sequence, wanted)
-        count = add_row(state, count, sequence, 1, 1, offset)
-        offset += 1
-    budget -= offset
-    header[PLAN_DECODES] = offset
+        write_row(state, count, sequence, 1, 1, count)
+        count += 1
+    header[ROW_COUNT] = count
+    header[PLAN_TOKENS] = count
+    header[PLAN_DECODES] = count
+    if header[OWED_COPIES] > 0:
+        header[COPY_COUNT] = plan_copies(state, count)
+    return prefilling
 
-    # Prefills that run already; their blocks are theirs since admission.
+
+@inline
+def add_chunk(state, sequence):
+    """A row for the next chunk of a sequence's prefill, as long as the step's budget allows."""
+    remaining = remaining_tokens(state, sequence)
+    offset = state.header[PLAN_TOKENS]
+    chunk = min(remaining, state.header[BATCH_TOKENS] - offset)
+    write_row(state, state.header[ROW_COUNT], sequence, chunk, 1 if chunk == remaining else 0, offset)
+    state.header[ROW_COUNT] += 1
+    state.header[PLAN_TOKENS] = offset + chunk
+
+
+@inline
+def missing_chunk(state):
+    """Why the plan takes no further chunk: a wait reason, or WAIT_STEP if it takes one."""
+    if state.header[PLAN_TOKENS] >= state.header[BATCH_TOKENS]:
+        return layout.WAIT_DEVICE if state.header[BATCH_IS_DEVICE] else layout.WAIT_TOKENS
+    limit = state.header[PREFILL_ROW_LIMIT]
+    if limit > 0 and state.header[ROW_COUNT] - state.header[PLAN_DECODES] >= limit:
+        return layout.WAIT_DEVICE
+    return layout.WAIT_STEP
+
+
+@inline
+def plan_prefills(state):
+    """A row for the next chunk of the prefills that run already, senior first; their blocks are theirs."""
     k = 0
-    while prefilling > 0 and budget > 0 and k < header[RUNNING_COUNT]:
+    while k < state.header[RUNNING_COUNT] and missing_chunk(state) == layout.WAIT_STEP:
         sequence = state.running[k]
         k += 1
-        remaining = remaining_tokens(state, sequence)
-        if remaining > 1:
-            chunk = min(remaining, budget)
-            count = add_row(state, count, sequence, chunk, 1 if chunk == remaining else 0, offset)
-            offset += chunk
-            budget -= chunk
+        if remaining_tokens(state, sequence) > 1 and not waits_for_parent(state, sequence):
+            add_chunk(state, sequence)
 
-    # Admission. Who does not fit stays at the head; nothing is admitted into a pool that has just run out.
+
+@inline
+def missing(state, shared, sequence):
+    """What the head of the queue lacks first, as a wait reason; and how much of it is cached. WAIT_STEP: nothing."""
+    if state.header[PREEMPTED_COUNT] > 0 and state.header[ROW_COUNT] > 0:
+        return layout.WAIT_BLOCKS, 0  # nobody is admitted into a pool that has just run out
+    reason = missing_place(state, sequence)
+    if reason == layout.WAIT_STEP:
+        reason = missing_chunk(state)
+    if reason != layout.WAIT_STEP:
+        return reason, 0
+    return try_blocks(state, shared, sequence)
+
+
+@inline
+def plan_admissions(state, shared, takes_chunks):
+    """Admit from the head of the queue while everything fits. Returns why the next has to wait; WAIT_STEP: nobody does.
+
+    Nothing is enqueued here, so classes above the last admitted one's stay empty.
+    """
     rank = 0
-    while budget > 0 and header[PREEMPTED_COUNT] == 0 and header[RUNNING_COUNT] < header[RUNNING_LIMIT]:
+    while state.header[WAITING_COUNT] > 0:
         sequence = first_waiting(state, rank)
-        if sequence == END:
-            break
-        remaining = remaining_tokens(state, sequence)
-        row = sequence * SEQUENCE_WORDS
-        rank = state.sequences[row + PRIORITY_CLASS]  # nothing is enqueued here, so higher classes stay empty
-        longest = state.sequences[row + PROMPT] + state.sequences[row + MAX_NEW]
-        wanted = blocks_for(state, min(remaining + lookahead, longest))
-        if wanted > header[FREE_COUNT]:
-            break
-        dequeue(state, sequence)
-        grow_blocks(state, sequence, wanted)
-        insert_running(state, sequence)
-        header[ADMITTED_COUNT] += 1
-        chunk = min(remaining, budget)
-        count = add_row(state, count, sequence, chunk, 1 if chunk == remaining else 0, offset)
-        offset += chunk
-        budget -= chunk
+        rank = state.sequences[sequence * SEQUENCE_WORDS + PRIORITY_CLASS]
+        reason, matched = missing(state, shared, sequence)
+        if reason != layout.WAIT_STEP:
+            return reason
+        if not takes_chunks:
+            return layout.WAIT_DEVICE  # it is the decodes' turn
+        admit(state, shared, sequence, matched)
+        add_chunk(state, sequence)
+    return layout.WAIT_STEP
 
-    header[ROW_COUNT] = count
-    header[PLAN_TOKENS] = offset
+
+@subroutine
+def begin_plan(state, now_ns):
+    """Empty the last plan, and let the waiting age."""
+    header = state.header
+    header[ROW_COUNT] = 0
+    header[COPY_COUNT] = 0
+    header[PLAN_TOKENS] = 0
+    header[PLAN_DECODES] = 0
+    header[PREEMPTED_COUNT] = 0
+    header[DISPLACED_COUNT] = 0
+    header[ADMITTED_COUNT] = 0
+    if header[WAITING_COUNT] > 0 and now_ns >= header[NEXT_AGING_NS]:
+        age_waiting(state, now_ns)
+
+
+TURNS = 3
+"""A device that does not mix: if there is nothing for one kind, the other; and the first again, since decodes that have
+all given way have made room for it."""
+
+
+@kernel("int64(intp, intp, int64)")
+def plan(state_address, segment_address, now_ns):
+    """Plan one step. Returns its number of rows; 0 if there is nothing to compute."""
+    state = open_state(state_address)
+    shared = open_shared(segment_address)
+    header = state.header
+    begin_plan(state, now_ns)
+    if header[WAITING_COUNT] > 0:
+        make_way(state, shared, now_ns)
+    takes_chunks = header[MIXES] | header[CHUNKS_NEXT]
+    takes_decodes = header[MIXES] | (1 - takes_chunks)
+    for _ in range(TURNS):
+        prefilling = header[RUNNING_COUNT]
+        if takes_decodes:
+            prefilling = plan_decodes(state, shared)
+        if takes_chunks and prefilling > 0:
+            plan_prefills(state)
+        header[WAIT_REASON] = plan_admissions(state, shared, takes_chunks)
+        if header[MIXES] or header[ROW_COUNT] > 0:
+            header[CHUNKS_NEXT] = takes_decodes
+            break
+        takes_chunks, takes_decodes = takes_decodes, takes_chunks
+    count = header[ROW_COUNT]
     shared.header[STEP_STARTED_NS] = now_ns
     shared.header[IN_DEVICE_CALL] = 1 if count > 0 else 0
     return count

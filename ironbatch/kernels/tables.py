@@ -3,15 +3,83 @@
 A table is a bare pointer. As an array (`numba.carray`) it would be seven words, which each call of a subroutine would
 copy, and every index would be looked at for being negative (docs/performance.md). With NUMBA_BOUNDSCHECK=1 it is an
 array all the same, so that an index past the end raises.
+
+Whatever a table's words are in memory, a kernel reads and writes int64. If a table of int32 gave int32, every helper
+that is called with an element would be compiled twice, for what comes from a table and for what was computed.
 """
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import numba
-from numba import carray
+from numba import carray, types
+from numba.core.imputils import lower_builtin
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, models, register_model
 
 from ironbatch.kernels.atomics import address_to_int32, address_to_words
 from ironbatch.kernels.jit import inline
+
+
+class Int32Table(types.Type):  # type: ignore[misc]
+    """A pointer to int32, whose elements are int64 to whoever indexes it."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Int32Table")
+
+
+INT32_TABLE = Int32Table()
+
+
+@register_model(Int32Table)
+class _Int32TableModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, table_type: Any) -> None:
+        super().__init__(manager, table_type, manager.lookup(types.int32).get_value_type().as_pointer())
+
+
+@intrinsic
+def _as_int32_table(typing_context: Any, address: Any) -> Any:
+    """The memory at `address`, which may be any integer."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(INT32_TABLE))
+
+    return INT32_TABLE(types.intp), generate
+
+
+@infer_global(operator.getitem)
+class _TypeOfElement(AbstractTemplate):  # type: ignore[misc]
+    def generic(self, args: Any, kws: Any) -> Any:
+        if args[0] is INT32_TABLE and isinstance(args[1], types.Integer):
+            return signature(types.int64, INT32_TABLE, types.intp)
+        return None
+
+
+@infer_global(operator.setitem)
+class _TypeOfStore(AbstractTemplate):  # type: ignore[misc]
+    def generic(self, args: Any, kws: Any) -> Any:
+        table, index, value = args
+        if table is INT32_TABLE and isinstance(index, types.Integer) and isinstance(value, types.Integer):
+            return signature(types.none, INT32_TABLE, types.intp, types.int64)
+        return None
+
+
+@lower_builtin(operator.getitem, Int32Table, types.intp)
+def _load(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    table, index = arguments
+    element = builder.load(builder.gep(table, [index], inbounds=True))
+    return builder.sext(element, context.get_value_type(types.int64))
+
+
+@lower_builtin(operator.setitem, Int32Table, types.intp, types.int64)
+def _store(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    table, index, value = arguments
+    element = builder.trunc(value, context.get_value_type(types.int32))
+    builder.store(element, builder.gep(table, [index], inbounds=True))
+    return context.get_dummy_value()
+
 
 if numba.config.BOUNDSCHECK:
 
@@ -35,4 +103,4 @@ else:
     @inline
     def int32_table(address, count):
         """`count` int32 from `address` on."""
-        return address_to_int32(address)
+        return _as_int32_table(address)

@@ -61,13 +61,17 @@ class SchedulerKeeper:
         """Whether `warm_up` will take long."""
         from ironbatch.kernels import jit  # noqa: PLC0415  numba's import; gunicorn starts meanwhile
 
-        return not jit.is_compiled("ironbatch.kernels.intake")
+        last_ones = ["ironbatch.kernels.intake"] + ["ironbatch.kernels.mock_kv"] * self._config.mock_kv
+        return not all(map(jit.is_compiled, last_ones))
 
     def warm_up(self) -> None:
         """Import the scheduler, which compiles its kernels or loads them from the cache."""
         if self.must_compile():
             _log.info("compiling the kernels, for the first time or after a change; this takes a while")
+        from ironbatch.backends.registry import prepare_backend  # noqa: PLC0415  likewise
         from ironbatch.scheduler import process  # noqa: F401, PLC0415  likewise
+
+        prepare_backend(self._config)
 
     def start(self) -> None:
         """Fork a scheduler."""

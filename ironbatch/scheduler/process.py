@@ -15,7 +15,7 @@ from ironbatch.config import Config
 from ironbatch.errors import StartError
 from ironbatch.kernels.lanes import arm_scheduler, disarm_scheduler
 from ironbatch.processes import die_with_parent, set_process_name
-from ironbatch.scheduler.step import Scheduler
+from ironbatch.scheduler.step import AuditFailed, Scheduler
 from ironbatch.shm.engine import Engine
 
 _log = logging.getLogger("ironbatch.scheduler")
@@ -26,6 +26,8 @@ IDLE_WAIT_MS = 500
 EXIT_START_FAILED = 10
 """The backend cannot start: a restart would not help. (3 and 4 mean something else to gunicorn.)"""
 
+EXIT_AUDIT_FAILED = 11
+"""The scheduler's state contradicts itself."""
 
 STOP_SIGNAL = signal.SIGUSR1
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
@@ -80,14 +82,24 @@ def _main(config: Config, engine: Engine, clock: Clock) -> int:
     except Exception:  # whatever a plug-in's start may raise
         _log.exception("backend %s cannot start", config.backend)
         return EXIT_START_FAILED
+    if scheduler.narrowing:
+        _log.info("backend %s narrows the configuration to: %s", config.backend, scheduler.narrowing)
     if waiting:
         _log.info("took over %d sequences", waiting)
+    try:
+        _serve(scheduler, engine, stopping)
+    except AuditFailed as problem:
+        _log.critical("audit failed: %s; a fresh scheduler takes over from the slots", problem)
+        return EXIT_AUDIT_FAILED  # the state is not to be touched again, nor the backend that it may have misled
+    scheduler.close()
+    return 0
+
+
+def _serve(scheduler: Scheduler, engine: Engine, stopping: Callable[[], bool]) -> None:
     while not stopping():
         if scheduler.step() == 0 and arm_scheduler(engine.segment.address):
             engine.scheduler_bell.wait(IDLE_WAIT_MS)
             disarm_scheduler(engine.segment.address)
-    scheduler.close()
-    return 0
 
 
 def _stop_on_signal(engine: Engine) -> Callable[[], bool]:

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from typing import NoReturn
 
 import numpy as np
 
 from ironbatch import layout
 from ironbatch.backends.base import Backend, BatchPlan, EngineLimits, KVGeometry, StepOutput
+from ironbatch.backends.limits import EffectiveLimits, effective_limits, narrowing
 from ironbatch.clock import Clock
 from ironbatch.config import Config
-from ironbatch.errors import BackendLost, RequestError
+from ironbatch.errors import BackendLost, IronbatchError, RequestError
+from ironbatch.kernels.arena import Geometry, StateArena
+from ironbatch.kernels.audit import audit
 from ironbatch.kernels.commit import INVALID_OUTPUT, announce, commit
-from ironbatch.kernels.intake import drain, end_one, end_plan, preempt_all, rebuild
+from ironbatch.kernels.intake import drain
 from ironbatch.kernels.plan import plan
-from ironbatch.kernels.state import FORGET_COUNT, Geometry, StateArena
+from ironbatch.kernels.recovery import end_one, end_plan, preempt_all, rebuild
+from ironbatch.kernels.state import FORGET_COUNT, FREE_COUNT, OUTGROWN_COUNT
+from ironbatch.kernels.violations import NOT_INTACT, SOUND, VIOLATIONS
+from ironbatch.metrics import SCHEDULER_ROW
 from ironbatch.shm.segment import Segment
 from ironbatch.shm.wakeup import Doorbell
 
 _log = logging.getLogger("ironbatch.scheduler")
+
+NS_PER_S = 1_000_000_000
+REOPEN_LOG_S = 10
+"""A backend that stays lost is logged this often."""
+
+
+class AuditFailed(IronbatchError):
+    """The scheduler's state contradicts itself: nothing that it would do next can be trusted."""
 
 
 class Scheduler:
@@ -45,15 +60,21 @@ class Scheduler:
         self._backend = backend
         self._lane_bells = lane_bells
         self._segment = segment
-        self.arena = StateArena(_geometry(config, backend))
+        limits = effective_limits(config, backend)
+        self.narrowing = narrowing(config, limits)
+        self.arena = StateArena(_geometry(config, limits, backend.eos_token_id))
         self._kv = KVGeometry(config.total_kv_blocks, config.kv_block_size)
         self._limits = EngineLimits(
             num_sequences=config.num_slots,
-            max_running=self.arena.geometry.running_limit,
-            max_batch_tokens=self.arena.geometry.batch_tokens,
-            max_request_tokens=config.max_request_tokens,
+            max_running=limits.running_limit,
+            max_batch_tokens=limits.batch_tokens,
+            max_request_tokens=limits.longest_request_tokens,
         )
-        self._plan = BatchPlan(self.arena, segment)
+        self._plan = BatchPlan(self.arena, segment, backend.batch_limits)
+        self._audit_every = config.audit_every
+        self._steps_to_audit = config.audit_every
+        self._audit_scratch = np.zeros(config.total_kv_blocks, np.int32)
+        self._next_reopen_log_ns = 0
         self._addresses = (self.arena.address, segment.address)
         # Memoryviews, whose items are Python's integers, in half of numpy's time.
         self._words = self.arena.words.data
@@ -70,7 +91,9 @@ class Scheduler:
         header["heartbeat_ns"] = self._now_ns()
         self._backend.start(self._kv, self._limits)
         self._backend_is_open = True
-        waiting = int(rebuild(*self._addresses, int(self._backend.resumable)))
+        header["longest_request_tokens"] = self._limits.max_request_tokens
+        header["most_choices"] = self._limits.max_running
+        waiting = int(rebuild(*self._addresses, int(self._backend.resumable), self._now_ns()))
         self.beat()
         header["scheduler_ready"] = 1
         for bell in self._lane_bells:
@@ -82,7 +105,11 @@ class Scheduler:
         self._segment.header["heartbeat_ns"] = self._now_ns()
 
     def step(self) -> int:
-        """Run one step. Returns the number of sequences that it computed; 0 means that there is nothing to do."""
+        """Run one step. Returns the number of sequences that it computed; 0 means that there is nothing to do.
+
+        Raises:
+            AuditFailed: it is time to hand over to a fresh scheduler.
+        """
         state, shared = self._addresses
         now_ns = self._now_ns()
         drain(state, shared, now_ns)
@@ -109,7 +136,22 @@ class Scheduler:
             wakes = announce(state, shared)
         if wakes:
             self._wake(wakes)
+        self._steps_to_audit -= 1
+        if self._steps_to_audit == 0:
+            self.audit()
         return count
+
+    def audit(self) -> None:
+        """Check all private state. Raises AuditFailed naming what is wrong."""
+        self._steps_to_audit = self._audit_every
+        metrics = self._segment.metrics[SCHEDULER_ROW]
+        metrics["audits"] += 1
+        violation = NOT_INTACT
+        if self.arena.is_intact:
+            violation = int(audit(*self._addresses, self._audit_scratch))
+        if violation != SOUND:
+            metrics["audit_failures"] += 1
+            raise AuditFailed(f"{VIOLATIONS[violation]} (violation {violation}, after {metrics['steps']} steps)")
 
     def close(self) -> None:
         """Close the backend; the segment stays as it is, for a successor."""
@@ -125,6 +167,12 @@ class Scheduler:
         count = self._words[FORGET_COUNT]
         self._words[FORGET_COUNT] = 0
         self._backend.forget(self.arena.views["forget"][:count])
+        if self._words[OUTGROWN_COUNT]:  # it is among those forgotten
+            self._words[OUTGROWN_COUNT] = 0
+            _log.error(
+                "a sequence ran alone and outgrew the KV pool, of which %d blocks are free: the others are lost",
+                self._words[FREE_COUNT],
+            )
 
     def _copy_output(self, output: StepOutput, count: int) -> None:
         """Take over an output that the backend has allocated itself."""
@@ -168,27 +216,38 @@ class Scheduler:
         try:
             self._backend.start(self._kv, self._limits)
         except Exception as problem:  # it stays lost; the next step tries again
-            _log.error("backend cannot be reopened: %s: %s", type(problem).__name__, problem)
+            now_ns = self._now_ns()
+            if now_ns >= self._next_reopen_log_ns:
+                self._next_reopen_log_ns = now_ns + REOPEN_LOG_S * NS_PER_S
+                _log.error("backend cannot be reopened: %s: %s", type(problem).__name__, problem)
             return False
         self._backend_is_open = True
+        self._next_reopen_log_ns = 0
         self._segment.header["scheduler_ready"] = 1
         _log.info("backend reopened")
         return True
 
 
-def _geometry(config: Config, backend: Backend) -> Geometry:
-    """Sizes of the private state: the configuration's limits, and the backend's where they are tighter."""
-    limits = backend.batch_limits
-    batch_tokens = min(config.max_batch_tokens, limits.max_tokens or config.max_batch_tokens)
-    running = min(config.max_running_seqs, limits.max_sequences or config.max_running_seqs, batch_tokens)
+def _geometry(config: Config, limits: EffectiveLimits, eos_token_id: int) -> Geometry:
+    """Sizes and limits of the private state."""
     return Geometry(
         num_slots=config.num_slots,
         num_lanes=config.num_lanes,
         num_blocks=config.total_kv_blocks,
         block_size=config.kv_block_size,
-        max_request_tokens=config.max_request_tokens,
-        running_limit=running,
-        batch_tokens=batch_tokens,
-        tokens_per_step=limits.max_tokens_per_step,
-        eos_token_id=backend.eos_token_id,
+        max_request_tokens=limits.longest_request_tokens,
+        running_limit=limits.running_limit,
+        batch_tokens=limits.batch_tokens,
+        tokens_per_step=limits.tokens_per_step,
+        eos_token_id=eos_token_id,
+        prefix_cache=limits.prefix_cache,
+        shares_kv=limits.shares_kv,
+        aging_ns=config.priority_aging_s * NS_PER_S,
+        mixes=limits.mixes,
+        prefill_row_limit=limits.prefill_row_limit,
+        context_cap=limits.context_cap,
+        sequence_buckets=limits.sequence_buckets,
+        running_is_device=limits.running_is_device,
+        batch_is_device=limits.batch_tokens_is_device,
+        hash_seed=secrets.randbits(63),
     )

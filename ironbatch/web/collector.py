@@ -10,30 +10,25 @@ import numpy as np
 from ironbatch import layout
 from ironbatch.clock import Clock
 from ironbatch.errors import SlotsFull
-from ironbatch.kernels.slots import NEWS_WORDS, slot_cancel, slot_claim, slot_submit, slots_collect, slots_settle
+from ironbatch.kernels.slots import (
+    NEWS_WORDS,
+    REQUEST_FIELDS,
+    slot_cancel,
+    slot_submit,
+    slots_claim,
+    slots_collect,
+    slots_settle,
+    slots_share_request,
+)
 from ironbatch.shm.engine import Engine
+from ironbatch.web.choice import Choice, DetailedChoice
+from ironbatch.web.lines import STATS_FIELDS, choice_tag
 from ironbatch.web.request import GenerateRequest
 from ironbatch.web.stream import Exit, TokenStream
 
 _log = logging.getLogger("ironbatch.web")
 
 METRICS_ROW_OF_FIRST_LANE = 1
-
-REQUEST_FIELDS = [
-    "arrival_ns",
-    "seed",
-    "prompt_tokens",
-    "max_new_tokens",
-    "priority",
-    "flags",
-    "choice_index",
-    "parent_slot",
-    "deadline_ns",
-    "temperature",
-    "top_p",
-    "top_k",
-]
-"""What a worker writes between claim and submit, in one assignment: numpy takes one field after another dearly."""
 
 
 class TokenCollector:
@@ -50,7 +45,10 @@ class TokenCollector:
         self.counters = engine.segment.metrics[METRICS_ROW_OF_FIRST_LANE + lane]
         self._engine = engine
         self._segment = engine.segment
-        self._requests = engine.segment.slots[REQUEST_FIELDS]  # a view of these fields alone
+        # Views of some fields alone: numpy takes one after another dearly, and all of them in one assignment.
+        self._requests = engine.segment.slots[list(REQUEST_FIELDS)]
+        self._stats = engine.segment.slots[list(STATS_FIELDS)]
+        self._next_choices = engine.segment.slots["next_choice"]
         self._address = engine.segment.address
         self._lane = lane
         self._generation = generation
@@ -64,7 +62,8 @@ class TokenCollector:
         self._last_ns = np.zeros(num_slots, np.int64)
         self._news = np.zeros(num_slots * NEWS_WORDS, np.int64)
         self._news_rows = self._news.reshape(num_slots, NEWS_WORDS)
-        self._streams: list[TokenStream | None] = [None] * num_slots
+        self._choices: list[Choice | None] = [None] * num_slots
+        self._streams: list[TokenStream | None] = [None] * num_slots  # whose choice it is
 
     def start(self, loop: asyncio.AbstractEventLoop, pid: int) -> None:
         """Listen to the lane's doorbell, and say that this worker serves."""
@@ -79,36 +78,37 @@ class TokenCollector:
         loop.remove_reader(self._bell.descriptor)
 
     def submit(self, request: GenerateRequest, way_out: Exit) -> TokenStream:
-        """Hand a request to the scheduler.
+        """Hand a request to the scheduler: a slot for each of its choices, or none.
 
         Raises:
-            SlotsFull: max_running_seqs + max_queued_requests are in the engine already.
+            SlotsFull: max_running_seqs + max_queued_requests are in the engine already, or nearly so.
         """
-        num_slots = len(self._streams)
-        slot = int(slot_claim(self._address, self._owner, self._next_slot))
-        if slot < 0:
-            raise SlotsFull(
-                f"all {num_slots} places of the engine (--max-running-seqs + --max-queued-requests) are taken;"
-                " send it again later"
-            )
-        self._next_slot = slot + 1 if slot + 1 < num_slots else 0
-        output_ids = None
-        if request.details:
-            output_ids = self._segment.tokens[slot, request.prompt_tokens :][: request.max_new_tokens]
-        stream = TokenStream(slot, way_out, output_ids)
-        self._write_request(slot, request, way_out.arrival_ns)
-        self._streams[slot] = stream
-        self._seen[slot] = 0
-        self._active[self._active_count] = slot
-        self._active_count += 1
-        self._ring_if(slot_submit(self._address, self._lane, slot))
+        parent = int(slots_claim(self._address, self._owner, self._next_slot, request.choices))
+        if parent < 0:
+            raise self._full(request.choices)
+        self._write_request(parent, request, way_out.arrival_ns)
+        slots = [parent]
+        if request.choices > 1:
+            slots_share_request(self._address, parent)
+            while (slot := int(self._next_choices[slots[-1]])) != layout.NO_SLOT:
+                slots.append(slot)
+        self._next_slot = slots[-1] + 1 if slots[-1] + 1 < len(self._streams) else 0
+        stream = TokenStream(way_out, [self._choice(slot, index, request) for index, slot in enumerate(slots)])
+        for choice in stream.choices:
+            self._choices[choice.slot] = choice
+            self._streams[choice.slot] = stream
+            self._seen[choice.slot] = 0
+            self._active[self._active_count] = choice.slot
+            self._active_count += 1
+        self._ring_if(slot_submit(self._address, self._lane, parent))
         return stream
 
     def cancel(self, stream: TokenStream) -> None:
-        """The client has gone. The slot comes back when the scheduler has published its end."""
+        """The client has gone. Each slot comes back when the scheduler has published its end."""
         stream.abandon()
-        if self._streams[stream.slot] is stream:
-            self._ring_if(slot_cancel(self._address, self._lane, stream.slot))
+        for choice in stream.choices:
+            if self._choices[choice.slot] is choice:
+                self._ring_if(slot_cancel(self._address, self._lane, choice.slot))
 
     def collect(self) -> None:
         """Bring every stream what the scheduler has published since the last look: at most one write each."""
@@ -116,16 +116,24 @@ class TokenCollector:
         count = int(slots_collect(self._address, self._lane, self._active, self._active_count, self._seen, self._news))
         if count == 0:
             return
+        told: list[TokenStream] = []
+        last = None
         for slot, _, produced, reason, error_code in self._news_rows[:count].tolist():
-            stream = self._streams[slot]
+            choice, stream = self._choices[slot], self._streams[slot]
+            assert choice is not None
             assert stream is not None
-            try:
-                stream.advance(produced, reason, error_code)
-            except Exception as problem:  # one stream's fault must not hold up the others
-                _log.exception("stream of slot %d failed", slot)
-                stream.fail(problem)
+            choice.advance(produced, reason, error_code)
+            if stream is not last:  # the choices of a request were submitted together, so their news are neighbours
+                told.append(stream)
+                last = stream
             if reason != layout.FINISH_NONE:
-                self._streams[slot] = None
+                self._choices[slot] = self._streams[slot] = None
+        for stream in told:
+            try:
+                stream.write()
+            except Exception as problem:  # one stream's fault must not hold up the others
+                _log.exception("stream of slot %d failed", stream.choices[0].slot)
+                stream.fail(problem)
         self._active_count = int(
             slots_settle(
                 self._address,
@@ -140,6 +148,23 @@ class TokenCollector:
             )
         )
 
+    def _full(self, choices: int) -> SlotsFull:
+        places = f"{len(self._streams)} places"
+        flags = "(--max-running-seqs + --max-queued-requests)"
+        if choices == 1:
+            return SlotsFull(f"all {places} of the engine {flags} are taken; send it again later")
+        return SlotsFull(
+            f"n is {choices}, and fewer of the engine's {places} {flags} are free;"
+            " send it again later, or with a lower n"
+        )
+
+    def _choice(self, slot: int, index: int, request: GenerateRequest) -> Choice:
+        tag = choice_tag(index, request.choices)
+        if not request.details:
+            return Choice(slot, tag)
+        output_ids = self._segment.tokens[slot, request.prompt_tokens :][: request.max_new_tokens]
+        return DetailedChoice(slot, tag, output_ids, self._stats[slot])
+
     def _write_request(self, slot: int, request: GenerateRequest, arrival_ns: int) -> None:
         self._requests[slot] = (
             arrival_ns,
@@ -148,12 +173,11 @@ class TokenCollector:
             request.max_new_tokens,
             request.priority,
             request.flags,
-            0,  # it is the first and only choice,
-            slot,  # and so its own parent
             0,  # no deadline
             request.temperature,
             request.top_p,
             request.top_k,
+            *request.salt,
         )
         if request.token_ids is not None:
             self._segment.tokens[slot, : request.prompt_tokens] = request.token_ids

@@ -12,8 +12,9 @@ from ironbatch.layout import FINISH_LENGTH
 from ironbatch.shm.segment import Segment
 from ironbatch.web.body import read_body
 from ironbatch.web.collector import TokenCollector
-from ironbatch.web.request import GenerateRequest, parse_request
-from ironbatch.web.stream import FINISH_NAMES, NDJSON, Exit, TokenStream, last_line
+from ironbatch.web.lines import NO_STATS, choice_tag, finish_part, last_line
+from ironbatch.web.request import GenerateRequest, RequestLimits, parse_request
+from ironbatch.web.stream import NDJSON, Exit, TokenStream
 
 EXIT_KEY = "ironbatch.exit"
 """Where the request's `Exit` stands in its ASGI scope."""
@@ -30,7 +31,9 @@ class GenerateResource:
     """
 
     def __init__(self, config: Config, segment: Segment, collector: TokenCollector, clock: Clock) -> None:
-        self._max_request_tokens = config.max_request_tokens
+        self._limits = RequestLimits(
+            config.max_request_tokens, config.num_slots, config.total_kv_blocks, config.kv_block_size
+        )
         self._max_body_bytes = config.max_body_bytes
         self._default_seed = config.seed
         self._header = segment.header
@@ -46,7 +49,7 @@ class GenerateResource:
             if problem := health_problem(self._header, self._clock.now_ns()):
                 raise EngineUnavailable(problem)
             body = await read_body(req, self._max_body_bytes)
-            request = parse_request(body, self._max_request_tokens, self._default_seed)
+            request = parse_request(body, self._limits_now(), self._default_seed)
             if request.max_new_tokens == 0:
                 self._answer_without_tokens(request, resp)
                 return
@@ -55,6 +58,16 @@ class GenerateResource:
             self._counters["requests_unavailable" if problem.retry_after_s else "requests_rejected"] += 1
             raise
         await self._follow(stream)
+
+    def _limits_now(self) -> RequestLimits:
+        """The configuration's limits, and narrower ones of a device that is open."""
+        configured = self._limits
+        longest = int(self._header["longest_request_tokens"]) or configured.max_request_tokens
+        most = int(self._header["most_choices"]) or configured.most_choices
+        return configured._replace(
+            max_request_tokens=min(configured.max_request_tokens, longest),
+            most_choices=min(configured.most_choices, most),
+        )
 
     async def _follow(self, stream: TokenStream) -> None:
         """Wait for the stream's end; whatever ends the wait before that frees the slot."""
@@ -75,8 +88,8 @@ class GenerateResource:
             self._counters[outcome] += 1
 
     def _answer_without_tokens(self, request: GenerateRequest, resp: Response) -> None:
+        more = finish_part(FINISH_LENGTH) + NO_STATS.part if request.details else b""
+        tags = (choice_tag(index, request.choices) for index in range(request.choices))
         resp.content_type = NDJSON
-        resp.data = last_line(0)
-        if request.details:
-            resp.data = b'{"token_index":0,"done":true,"finish_reason":"%b"}\n' % FINISH_NAMES[FINISH_LENGTH].encode()
+        resp.data = b"".join(last_line(0, tag, more) for tag in tags)
         self._counters["requests_completed"] += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+import struct
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,7 +30,11 @@ _WANTED = {
     "temperature": f"a number between 0 and {TEMPERATURE_MAX:g}",
     "top_p": "a number above 0 and at most 1",
     "top_k": "a whole number between 0 (off) and 2147483647",
+    "n": f"a whole number between 1 and {limits.CHOICES_MAX}, the choices to generate",
+    "cache_salt": f"a string of 1 to {limits.CACHE_SALT_CHARS_MAX} characters, or leave it out",
 }
+
+NO_SALT = (0, 0)
 
 
 _JSON_WORDS = {
@@ -55,6 +61,17 @@ class _Body(msgspec.Struct):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    n: int = 1
+    cache_salt: str | None = None
+
+
+class RequestLimits(NamedTuple):
+    """What one request may ask of this engine: of its configuration, and of its device once that is open."""
+
+    max_request_tokens: int  # prompt and output together
+    most_choices: int  # sequences that can be in the engine at once
+    total_kv_blocks: int
+    kv_block_size: int
 
 
 class GenerateRequest(NamedTuple):
@@ -70,17 +87,19 @@ class GenerateRequest(NamedTuple):
     temperature: float
     top_p: float
     top_k: int
+    choices: int
+    salt: tuple[int, int]  # two int64; NO_SALT without one
 
 
 _decoder = msgspec.json.Decoder(_Body)
 
 
-def parse_request(body: bytes, max_request_tokens: int, default_seed: int) -> GenerateRequest:
+def parse_request(body: bytes, engine: RequestLimits, default_seed: int) -> GenerateRequest:
     """Read a JSON body.
 
     Args:
         body: the whole body.
-        max_request_tokens: the most tokens, prompt and output together, that can ever fit.
+        engine: what can ever fit.
         default_seed: for a request that names none.
 
     Raises:
@@ -88,17 +107,14 @@ def parse_request(body: bytes, max_request_tokens: int, default_seed: int) -> Ge
     """
     fields = _decode(body)
     _check_one_prompt(fields)
+    max_request_tokens = engine.max_request_tokens
     prompt_tokens = _prompt_tokens(fields, max_request_tokens)  # before the ids, whose number is the client's to choose
     token_ids = _token_ids(fields)
     _check("max_new_tokens", fields.max_new_tokens, 0, max_request_tokens)
     _check("priority", fields.priority, limits.PRIORITY_MIN, limits.PRIORITY_MAX)
     seed = default_seed if fields.seed is None else fields.seed
     _check("seed", seed, limits.SEED.low, limits.SEED.high)
-    _check("top_k", fields.top_k, 0, limits.TOKEN_ID.high)
-    if not 0 <= fields.temperature <= TEMPERATURE_MAX:
-        raise _invalid("temperature", f"temperature is {fields.temperature:g}; give {_WANTED['temperature']}")
-    if not 0 < fields.top_p <= 1:
-        raise _invalid("top_p", f"top_p is {fields.top_p:g}; give {_WANTED['top_p']}")
+    _check_sampling(fields)
     total = prompt_tokens + fields.max_new_tokens
     if total > max_request_tokens:
         raise _invalid(
@@ -106,6 +122,8 @@ def parse_request(body: bytes, max_request_tokens: int, default_seed: int) -> Ge
             f"the prompt's {prompt_tokens} tokens and max_new_tokens {fields.max_new_tokens} are {total}, over this"
             f" engine's limit of {max_request_tokens} a request; shorten one of them by {total - max_request_tokens}",
         )
+    if fields.n != 1:
+        _check_choices(fields, prompt_tokens, engine)
     flags = (layout.FLAG_TOKEN_IDS if token_ids is not None else 0) | (
         layout.FLAG_IGNORE_EOS if fields.ignore_eos else 0
     )
@@ -120,6 +138,8 @@ def parse_request(body: bytes, max_request_tokens: int, default_seed: int) -> Ge
         temperature=fields.temperature,
         top_p=fields.top_p,
         top_k=fields.top_k,
+        choices=fields.n,
+        salt=NO_SALT if fields.cache_salt is None else _salt(fields.cache_salt),
     )
 
 
@@ -183,6 +203,42 @@ def _token_ids(fields: _Body) -> NDArray[np.int32] | None:
             f"prompt_token_ids[{index}] is {_shown(ids[index])}; a token id is {limits.TOKEN_ID}",
         )
     return np.array(ids, np.int32)
+
+
+def _check_sampling(fields: _Body) -> None:
+    _check("top_k", fields.top_k, 0, limits.TOKEN_ID.high)
+    if not 0 <= fields.temperature <= TEMPERATURE_MAX:
+        raise _invalid("temperature", f"temperature is {fields.temperature:g}; give {_WANTED['temperature']}")
+    if not 0 < fields.top_p <= 1:
+        raise _invalid("top_p", f"top_p is {fields.top_p:g}; give {_WANTED['top_p']}")
+
+
+def _check_choices(fields: _Body, prompt_tokens: int, engine: RequestLimits) -> None:
+    """Refuse so many choices that they could not be admitted together by an engine that is empty."""
+    _check("n", fields.n, 1, limits.CHOICES_MAX)
+    if fields.n > engine.most_choices:
+        raise _invalid(
+            "n",
+            f"n is {fields.n}, over the {engine.most_choices} sequences that this engine can have at once"
+            f" (--max-running-seqs, or what its device allows); use {engine.most_choices} or less",
+        )
+    first, further = limits.choice_blocks(prompt_tokens, fields.max_new_tokens, engine.kv_block_size)
+    blocks = first + (fields.n - 1) * further
+    if blocks > engine.total_kv_blocks:
+        fitting = 1 + (engine.total_kv_blocks - first) // further
+        raise _invalid(
+            "n",
+            f"n is {fields.n}, and so many choices of {prompt_tokens} prompt tokens need {blocks} KV blocks, over this"
+            f" engine's {engine.total_kv_blocks} (--total-kv-blocks); use {fitting} or less",
+        )
+
+
+def _salt(cache_salt: str) -> tuple[int, int]:
+    """A digest of 16 bytes: as good as the text itself, and of one size."""
+    if not 1 <= len(cache_salt) <= limits.CACHE_SALT_CHARS_MAX:
+        raise _invalid("cache_salt", f"cache_salt has {len(cache_salt)} characters; give {_WANTED['cache_salt']}")
+    first, second = struct.unpack("<qq", hashlib.blake2b(cache_salt.encode(), digest_size=16).digest())
+    return first, second
 
 
 def _check(field: str, value: int, low: int, high: int) -> None:

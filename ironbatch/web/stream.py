@@ -1,35 +1,28 @@
-"""One request's answer: tokens as lines, all that is ready as one chunk, the last joined to the end of the body.
+"""One request's way out: what is ready of all its choices as one chunk, the last joined to the end of the body.
 
 The lines go straight to the server's ASGI `send`, past Falcon's response, which would take a task switch a chunk and
 one more write for the end of the body. `send` only waits while the socket's buffer is full, so it is run as a plain
 call; when it does wait, a task takes over, and what becomes ready meanwhile goes out as one chunk after it.
 
-The chunks between the first and the last skip `send` too, where `Wire` knows the server.
+The chunks between the first and the last skip `send` too, where `Wire` knows the server. Which lines they are is the
+affair of `web/choice.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ironbatch import layout
-from ironbatch.errors import RETRY_AFTER_S, RequestRejected
+from ironbatch.web.choice import Choice, Choices, LineSource
 from ironbatch.web.wire import Wire
 
 Send = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
 
 NDJSON = "application/x-ndjson"
 MAX_CHUNK_LINES = 4096
-"""A chunk's lines: a reader that comes back after a long stall costs this much memory at a time (150 KiB)."""
-
-CACHED_LINES = 8192
-"""Lines kept ready-made: the default longest sequence."""
+"""A chunk's tokens: a reader that comes back after a long stall costs this much memory at a time (150 KiB)."""
 
 RESPONSE_START = {
     "type": "http.response.start",
@@ -39,37 +32,6 @@ RESPONSE_START = {
         (b"x-accel-buffering", b"no"),  # nginx would collect the lines
     ],
 }
-
-FINISH_NAMES = {layout.FINISH_LENGTH: "length", layout.FINISH_STOP: "stop", layout.FINISH_CANCELLED: "cancelled"}
-
-# What a sequence's error is to HTTP, when it comes before the first token: type, status, Retry-After.
-_ERROR_KINDS: dict[int, tuple[str, int, int | None]] = {
-    layout.ERROR_BACKEND: ("backend_error", 500, None),
-    layout.ERROR_LOST: ("engine_restarted", 503, RETRY_AFTER_S),
-    layout.ERROR_REQUEST: ("backend_refused", 400, None),
-    layout.ERROR_INVALID: ("internal_error", 500, None),
-}
-
-
-def _plain_line(token_index: int) -> bytes:
-    return b'{"token_index":%d,"done":false}\n' % token_index
-
-
-_TEXT = b"".join(map(_plain_line, range(CACHED_LINES)))
-_STARTS = [0, *itertools.accumulate(len(_plain_line(index)) for index in range(CACHED_LINES))]
-
-
-def plain_lines(before: int, after: int) -> bytes:
-    """The lines of tokens before <= index < after, none of them the last."""
-    if after <= CACHED_LINES:
-        return _TEXT[_STARTS[before] : _STARTS[after]]
-    beyond = b"".join(map(_plain_line, range(max(before, CACHED_LINES), after)))
-    return _TEXT[_STARTS[before] :] + beyond if before < CACHED_LINES else beyond
-
-
-def last_line(token_index: int) -> bytes:
-    """The line that ends a stream."""
-    return b'{"token_index":%d,"done":true}\n' % token_index
 
 
 class Exit:
@@ -107,59 +69,43 @@ async def _nothing() -> None:
 
 
 class TokenStream:
-    """Follows one slot. The collector tells it how far the slot has come; it writes what its client lacks.
+    """The answer to one request. Told that its choices have news, it writes what its client lacks.
 
     Args:
-        slot: whose tokens these are.
         way_out: of this request; taken with the first token, so that an error before it is an ordinary answer.
-        output_ids: int32[max_new_tokens], the slot's output, for a client that asked for details; else None.
+        choices: the sequences that it answers with, by index.
 
     `ended` is done once the last chunk is handed to the socket, or has the exception that the client is owed.
     """
 
-    __slots__ = (
-        "_blocked",
-        "_error_code",
-        "_has_bare_end",
-        "_output_ids",
-        "_produced",
-        "_reason",
-        "_send",
-        "_sent",
-        "_way_out",
-        "_wire",
-        "ended",
-        "slot",
-        "was_cancelled",
-    )
+    __slots__ = ("_blocked", "_send", "_source", "_way_out", "_wire", "choices", "ended", "was_cancelled")
 
-    def __init__(self, slot: int, way_out: Exit, output_ids: NDArray[np.int32] | None) -> None:
-        self.slot = slot
+    def __init__(self, way_out: Exit, choices: Sequence[Choice]) -> None:
+        self.choices = choices
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.was_cancelled = False
         self._way_out = way_out
+        self._source: LineSource = choices[0] if len(choices) == 1 else Choices(choices)
         self._send: Send | None = None
         self._wire: Wire | None = None  # after the first chunk
-        self._output_ids = output_ids
-        self._produced = 0
-        self._sent = 0
-        self._reason = layout.FINISH_NONE
-        self._error_code = layout.ERROR_NONE
-        self._has_bare_end = False
         self._blocked: asyncio.Task[None] | None = None
 
-    def advance(self, produced: int, reason: int, error_code: int) -> None:
-        """The slot now has `produced` tokens. With a finish `reason` this is the last call: the slot is given away."""
-        self._produced = produced
-        self._reason = reason & ~layout.FINISH_WITHOUT_TOKEN
-        self._has_bare_end = reason & layout.FINISH_WITHOUT_TOKEN != 0
-        self._error_code = error_code
-        if self.was_cancelled:
+    def write(self) -> None:
+        """Write all that the client lacks, or until its socket is full."""
+        if self._blocked is not None or self.was_cancelled or self.ended.done():
             return
-        if reason != layout.FINISH_NONE and self._output_ids is not None:  # some may be written after the slot is gone
-            self._output_ids = self._output_ids[:produced].copy()
-        if self._blocked is None:
-            self._write()
+        if self._send is None and not self._begin():
+            return
+        assert self._send is not None
+        source = self._source
+        while lines := source.take(MAX_CHUNK_LINES):
+            is_last = source.is_over
+            if self._wire is not None and not is_last and self._wire.try_write(lines):
+                continue
+            self._wire = self._way_out.wire
+            sending = self._send({"type": "http.response.body", "body": lines, "more_body": not is_last})
+            if not self._run(sending, is_last=is_last) or is_last:
+                return
 
     def abandon(self) -> None:
         """The client has gone: write nothing more."""
@@ -172,26 +118,20 @@ class TokenStream:
         if not self.ended.done():
             self.ended.set_exception(problem)
 
-    def _write(self) -> None:
-        """Write all that the client lacks, or until its socket is full."""
-        if self._send is None:
-            if self.is_failure and self._produced == 0:
-                self._refuse()
-                return
-            self._send = self._way_out.take()
-            if not self._run(self._send(RESPONSE_START), is_last=False):
-                return
-        while not self.ended.done() and (self._sent < self._produced or self._reason != layout.FINISH_NONE):
-            after = min(self._produced, self._sent + MAX_CHUNK_LINES)
-            is_last = self._reason != layout.FINISH_NONE and after == self._produced
-            body = self._lines(self._sent, after, is_last=is_last)
-            self._sent = after
-            if self._wire is not None and not is_last and self._wire.try_write(body):
-                continue
-            self._wire = self._way_out.wire
-            sending = self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
-            if not self._run(sending, is_last=is_last):
-                return
+    @property
+    def is_failure(self) -> bool:
+        """Whether any of the choices has ended with an error."""
+        return any(choice.is_failure for choice in self.choices)
+
+    def _begin(self) -> bool:
+        """Start the answer. False when it has none of its own to give, or none yet, or when the socket is full."""
+        refusal = self._source.refusal
+        if refusal is not None:
+            self.fail(refusal)
+        if not self._source.has_begun:
+            return False
+        self._send = self._way_out.take()
+        return self._run(self._send(RESPONSE_START), is_last=False)
 
     def _run(self, sending: Coroutine[Any, Any, None], *, is_last: bool) -> bool:
         """Send as a plain call. False when that waits: a task goes on with it."""
@@ -203,11 +143,6 @@ class TokenStream:
             self._end()
         return True
 
-    def _refuse(self) -> None:
-        error_type, status, retry_after_s = _ERROR_KINDS[self._error_code]
-        message = layout.ERROR_MESSAGES[self._error_code]
-        self.fail(RequestRejected(error_type, message, status=status, retry_after_s=retry_after_s))
-
     async def _go_on(self, sending: Coroutine[Any, Any, None], waits_for: Any, *, is_last: bool) -> None:
         try:
             await _started(sending, waits_for)
@@ -215,52 +150,13 @@ class TokenStream:
             if is_last:
                 self._end()
             else:
-                self._write()
+                self.write()
         except Exception as problem:  # as a failed `send` is the client's end, whoever awaits the stream decides
             self.fail(problem)
 
     def _end(self) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether the sequence has ended with an error."""
-        return self._reason == layout.FINISH_ERROR
-
-    def _lines(self, before: int, after: int, *, is_last: bool) -> bytes:
-        if self._output_ids is not None:
-            return self._detailed_lines(self._output_ids, before, after, is_last=is_last)
-        if not is_last:
-            return plain_lines(before, after)
-        if self.is_failure:
-            return plain_lines(before, after) + self._error_line()
-        last = after if self._has_bare_end else after - 1
-        return plain_lines(before, last) + last_line(last) if last > before else last_line(last)
-
-    def _detailed_lines(self, ids: NDArray[np.int32], before: int, after: int, *, is_last: bool) -> bytes:
-        lines = [
-            b'{"token_index":%d,"token_id":%d,"done":false}\n' % (index, token)
-            for index, token in enumerate(ids[before:after].tolist(), before)
-        ]
-        if is_last and self.is_failure:
-            lines.append(self._error_line())
-        elif is_last:
-            end = b'"done":true,"finish_reason":"%b"}\n' % FINISH_NAMES[self._reason].encode()
-            if not self._has_bare_end:
-                lines[-1] = lines[-1].removesuffix(b'"done":false}\n') + end
-            else:
-                lines.append(b'{"token_index":%d,' % after + end)
-        return b"".join(lines)
-
-    def _error_line(self) -> bytes:
-        error_type = _ERROR_KINDS[self._error_code][0].encode()
-        message = layout.ERROR_MESSAGES[self._error_code].encode()
-        return b'{"token_index":%d,"done":true,"error":{"type":"%b","message":"%b","param":null}}\n' % (
-            self._produced,
-            error_type,
-            message,
-        )
 
 
 _ENDED = object()

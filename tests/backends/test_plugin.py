@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from packaging.version import Version
 
-from tests.end_to_end.server import Server, generate_all, run_to_end, running, wait_until
+from tests.end_to_end.server import Server, generate_all, run_to_end, running, wait_until, without_stats
 
 pytestmark = pytest.mark.end_to_end
 
@@ -113,7 +113,7 @@ def expected_lines(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def parsed(answer: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in answer.splitlines()]
+    return [json.loads(line) for line in without_stats(answer).splitlines()]
 
 
 def test_it_is_as_short_as_we_say() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ironbatch.backends.mock import MockBackend
-from ironbatch.backends.registry import create_backend
+from ironbatch.backends.mock_kv import MockKVBackend
+from ironbatch.backends.registry import create_backend, prepare_backend
 from ironbatch.config import Config
 from ironbatch.errors import ConfigError, StartError
 from tests.support import ScriptedBackend, small_config
@@ -47,6 +50,29 @@ def start_error(config: Config) -> str:
 
 def test_mock_needs_no_entry_point() -> None:
     assert type(create_backend(small_config())) is MockBackend
+
+
+def test_mock_with_kv_is_another_one() -> None:
+    assert type(create_backend(small_config(mock_kv=True))) is MockKVBackend
+
+
+KERNELS = """
+import sys
+from ironbatch.backends.registry import prepare_backend
+from ironbatch.config import Config
+for mock_kv in (False, True):
+    prepare_backend(Config(mock_kv=mock_kv))
+    print("ironbatch.kernels.mock_kv" in sys.modules)
+"""
+
+
+def test_kernels_of_the_mocks_kv_are_compiled_for_whom_they_are() -> None:
+    done = subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_plug_in_is_not_loaded_before_it_is_created(install: Install) -> None:
+    prepare_backend(small_config(backend=install("raise SystemExit(1)", ":Mine")))
 
 
 @pytest.mark.parametrize("source", [GOOD, f"{GOOD} as Other\ndef ScriptedBackend(config): return Other(config)"])

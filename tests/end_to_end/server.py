@@ -298,6 +298,11 @@ def generate_all(port: int, bodies: list[dict[str, Any]]) -> list[bytes]:
     return results  # type: ignore[return-value]
 
 
+def without_stats(answer: bytes) -> bytes:
+    """A detailed answer without what differs from run to run: how long it waited, what the cache had of it."""
+    return re.sub(rb',"cached_tokens":[^\n]*\}(?=\}\n)', b"", answer)
+
+
 def plain_body(count: int) -> bytes:
     """What a stream of `count` tokens looks like without details."""
     lines = [f'{{"token_index":{k},"done":{"true" if k == count - 1 else "false"}}}\n' for k in range(count)]

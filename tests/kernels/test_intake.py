@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ironbatch import layout
-from ironbatch.kernels.intake import drain, end_one, end_plan, preempt_all
+from ironbatch.kernels.intake import drain
 from ironbatch.kernels.lanes import lane_push
+from ironbatch.kernels.recovery import end_one, end_plan, preempt_all
 from ironbatch.kernels.slots import slot_claim
 from ironbatch.limits import PRIORITY_MAX, PRIORITY_MIN
 from tests.support import FakeWorker, ScriptedBackend, SmallEngine, small_engine
@@ -273,3 +275,17 @@ def test_preempt_all_returns_everybody_to_their_places() -> None:
         engine.check()
         assert engine.waiting() == order
         assert engine.gauge("free_count") == engine.config.total_kv_blocks
+
+
+@given(arrivals=st.lists(st.integers(0, 6), min_size=1, max_size=20), priorities=st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_rebuild_queues_by_seniority_whatever_the_slots_order(arrivals: list[int], priorities: Random) -> None:
+    with small_engine() as engine:
+        worker = engine.worker()
+        ranks = [priorities.choice((-8, 0, 7)) for _ in arrivals]
+        for arrival_ns, priority in zip(arrivals, ranks, strict=True):
+            worker.submit(2, 2, arrival_ns=arrival_ns, priority=priority)
+        engine.scheduler.close()
+        engine.start_scheduler()
+        engine.check()
+        assert engine.waiting() == sorted(range(len(arrivals)), key=lambda slot: (ranks[slot], arrivals[slot], slot))

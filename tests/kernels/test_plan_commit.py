@@ -12,7 +12,7 @@ from ironbatch import layout
 from ironbatch.backends.base import BatchLimits, BatchPlan
 from ironbatch.config import Config
 from ironbatch.errors import BackendLost
-from tests import oracle
+from tests import scheduler_oracle as oracle
 from tests.support import ScriptedBackend, SmallEngine, Stream, machine_settings, small_config, small_engine
 
 EOS = 9
@@ -59,11 +59,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _execute(self, plan: BatchPlan) -> list[list[int]]:
         self.was_executed = True
-        rows = self.oracle.plan()
+        rows = self.oracle.plan(self.engine.clock.now_ns())
         names = ("sequence", "first_position", "new_tokens", "context_tokens", "emits", "token_offset")
         assert [oracle.Row(*row) for row in plan.rows[list(names)].tolist()] == rows
         if self.loses:
-            self.oracle.preempt_all()
+            self.oracle.lose_backend()
             raise BackendLost("drawn by the test")
         outputs: list[list[int]] = []
         for row in rows:
@@ -71,7 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             outputs.append([self.random.choice((1, 2, 3, 4, 5, EOS)) for _ in range(count)])
         before = {sequence.slot: sequence.produced for sequence in self.oracle.running}
         after = {sequence.slot: sequence for sequence in self.oracle.running}
-        self.oracle.commit(rows, outputs)
+        self.oracle.commit(outputs)
         for row, tokens in zip(rows, outputs, strict=True):
             self.emitted[row.slot] += tokens[: after[row.slot].produced - before[row.slot]]
         return outputs
@@ -112,13 +112,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.loses = loses
         self.was_executed = False
         for slot in self.cancelled:
-            self.oracle.cancel(slot)
+            self.oracle.cancel(slot, self.engine.clock.now_ns())
         self.cancelled.clear()
         streams = dict(self.worker.streams)
         count = self.engine.step()
         if not self.was_executed:
             assert count == 0
-            assert self.oracle.plan() == []
+            assert self.oracle.plan(self.engine.clock.now_ns()) == []
         self.worker.collect()
         self._compare(streams)
 
@@ -134,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         table = self.engine.scheduler.arena.views["sequences"]
         for sequence in self.oracle.running + self.oracle.waiting:
             record = table[sequence.slot]
-            assert record["block_count"] == sequence.blocks
+            assert record["block_count"] == len(sequence.blocks)
             assert record["computed_tokens"] == sequence.computed
             assert record["preemptions"] == sequence.preemptions
 
@@ -175,7 +175,7 @@ def test_nobody_is_admitted_into_a_pool_that_has_just_run_out() -> None:
         junior = worker.submit(7, 5, arrival_ns=2)
         engine.step()
         assert engine.gauge("free_count") == 0
-        newcomer = worker.submit(1, 2, arrival_ns=3, priority=-8)
+        newcomer = worker.submit(1, 2, arrival_ns=0)  # a higher class would make the junior give way
         engine.step()  # the senior takes one of the junior's four blocks
         assert engine.running() == [senior.slot]
         assert engine.waiting() == [newcomer.slot, junior.slot]

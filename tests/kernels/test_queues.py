@@ -5,10 +5,12 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ironbatch.kernels import queues
+from ironbatch.kernels import ending, queues
+from ironbatch.kernels.arena import Geometry, StateArena
 from ironbatch.kernels.jit import kernel
+from ironbatch.kernels.records import STATUS_NONE, STATUS_RUNNING, STATUS_WAITING
 from ironbatch.kernels.shared import open_shared
-from ironbatch.kernels.state import STATUS_NONE, STATUS_RUNNING, STATUS_WAITING, Geometry, StateArena, open_state
+from ironbatch.kernels.state import open_state
 from ironbatch.limits import PRIORITY_CLASSES
 from ironbatch.shm.segment import Segment
 from tests.support import machine_settings, small_config
@@ -45,9 +47,10 @@ def remove_running(address, sequence):
     return 0
 
 
-@kernel("int64(intp, intp)")
-def preempt_newest(address, segment_address):
-    return queues.preempt_newest(open_state(address), open_shared(segment_address))
+@kernel("int64(intp, intp, int64)")
+def preempt(address, segment_address, sequence):
+    ending.preempt(open_state(address), open_shared(segment_address), sequence, ending.KV_GOOD)
+    return 0
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -114,12 +117,12 @@ class QueueMachine(RuleBasedStateMachine):
         self.idle.add(sequence)
 
     @precondition(lambda self: self.running and len(self.forgotten) < 2 * SEQUENCES)
-    @rule()
-    def preempt(self) -> None:
-        victim = max(self.running, key=self._seniority)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        victim = data.draw(st.sampled_from(sorted(self.running)))
         self.records[victim]["computed_tokens"] = 5
         self.preemptions[victim] += 1
-        assert preempt_newest(self.address, self.segment.address) == victim
+        preempt(self.address, self.segment.address, victim)
         self.running.remove(victim)
         self.waiting.add(victim)
         self.forgotten.append(victim)

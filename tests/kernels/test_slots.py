@@ -6,20 +6,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ironbatch import layout
+from ironbatch import layout, limits
 from ironbatch.kernels.histogram import histogram_bucket
 from ironbatch.kernels.lanes import arm_scheduler, lane_drain
 from ironbatch.kernels.slots import (
     NEWS_WORDS,
+    REQUEST_FIELDS,
+    choice_seed,
     slot_cancel,
     slot_claim,
     slot_release,
     slot_submit,
+    slots_claim,
     slots_collect,
     slots_settle,
+    slots_share_request,
 )
 from ironbatch.shm.segment import Segment
 from tests.support import machine_settings, small_config, small_engine
@@ -34,6 +39,7 @@ class Slot:
     """What the model knows of a slot that is not free."""
 
     lane: int
+    group: tuple[int, ...]  # all slots of its request, in order
     is_submitted: bool = False
     produced: int = 0
     seen: int = 0
@@ -62,32 +68,59 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(lane=st.integers(0, LANES - 1), first=st.integers(0, NUM_SLOTS - 1))
     def claim(self, lane: int, first: int) -> None:
-        found = slot_claim(self.address, (7 << layout.OWNER_LANE_BITS) | (lane + 1), first)
-        order = [(first + k) % NUM_SLOTS for k in range(NUM_SLOTS)]
-        free = [slot for slot in order if slot not in self.slots]
+        found = slot_claim(self.address, self._owner(lane), first)
+        free = self._free_from(first)
         assert found == (free[0] if free else -1)
         if free:
-            self.slots[found] = Slot(lane)
-            self.generations[found] = self.generations[found] % LARGEST_GENERATION + 1
+            self._is_claimed(lane, free[:1])
+
+    @rule(lane=st.integers(0, LANES - 1), first=st.integers(0, NUM_SLOTS - 1), count=st.integers(1, NUM_SLOTS + 1))
+    def claim_group(self, lane: int, first: int, count: int) -> None:
+        found = slots_claim(self.address, self._owner(lane), first, count)
+        free = self._free_from(first)[:count]
+        if len(free) < count:
+            assert found == -1
+            for slot in free:  # claimed and given back
+                self.generations[slot] = self.generations[slot] % LARGEST_GENERATION + 1
+            return
+        assert found == min(free)
+        self._is_claimed(lane, sorted(free))
+
+    def _owner(self, lane: int) -> int:
+        return (7 << layout.OWNER_LANE_BITS) | (lane + 1)
+
+    def _free_from(self, first: int) -> list[int]:
+        order = [(first + k) % NUM_SLOTS for k in range(NUM_SLOTS)]
+        return [slot for slot in order if slot not in self.slots]
+
+    def _is_claimed(self, lane: int, group: list[int]) -> None:
+        following = [*group[1:], layout.NO_SLOT]
+        for index, (slot, next_slot) in enumerate(zip(group, following, strict=True)):
+            self.slots[slot] = Slot(lane, tuple(group))
+            self.generations[slot] = self.generations[slot] % LARGEST_GENERATION + 1
+            row = self.segment.slots[slot]
+            assert (row["choice_index"], row["parent_slot"], row["next_choice"]) == (index, group[0], next_slot)
 
     @rule(draw=st.data())
     def abandon(self, draw: Any) -> None:
         slot = self._pick(draw, is_submitted=False)
         if slot is not None:
-            slot_release(self.address, slot)
-            del self.slots[slot]
+            for choice in self.slots[slot].group:
+                slot_release(self.address, choice)
+                del self.slots[choice]
 
     @rule(draw=st.data())
     def submit(self, draw: Any) -> None:
         slot = self._pick(draw, is_submitted=False)
         if slot is not None:
-            lane = self.slots[slot].lane
-            assert slot_submit(self.address, lane, slot) == 0
-            self._assert_hinted(slot)
-            assert self.segment.slots[slot]["submitted"] == self.generations[slot]
-            self.slots[slot].is_submitted = True
-            self.active[lane].append(slot)
-            self.buffers[lane][1][slot] = 0
+            lane, group = self.slots[slot].lane, self.slots[slot].group
+            assert slot_submit(self.address, lane, group[0]) == 0
+            self._assert_hinted(group[0])
+            for choice in group:
+                assert self.segment.slots[choice]["submitted"] == self.generations[choice]
+                self.slots[choice].is_submitted = True
+                self.active[lane].append(choice)
+                self.buffers[lane][1][choice] = 0
 
     @rule(draw=st.data())
     def cancel(self, draw: Any) -> None:
@@ -174,6 +207,71 @@ def test_submit_and_cancel_ring_a_sleeping_scheduler_once() -> None:
         engine.scheduler.step()
         assert arm_scheduler(address) == 1
         assert [slot_cancel(address, 0, slot) for slot in slots] == [1, 0]
+
+
+def test_seeds_of_choices_are_the_requests_and_others_within_the_bound() -> None:
+    for seed in (0, 7, 2**63 - 1):
+        seeds = [choice_seed(seed, index) for index in range(limits.CHOICES_MAX)]
+        assert seeds[0] == seed
+        assert all(each in limits.SEED for each in seeds)
+        assert len(set(seeds)) == limits.CHOICES_MAX
+    assert choice_seed(7, 1) == splitmix64(7, 1) & (2**63 - 1)
+
+
+def splitmix64(seed: int, position: int) -> int:
+    """As `emission.mix`, in Python's own numbers."""
+    x = (seed + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+@given(st.integers(1, 5), st.integers(0, 31), st.integers(1, 60), st.booleans(), st.integers(0, limits.SEED.high))
+@settings(max_examples=30)
+def test_choices_have_all_of_their_parents_request_but_its_seed(
+    count: int,
+    start: int,
+    prompt_tokens: int,
+    has_token_ids: bool,  # noqa: FBT001
+    seed: int,
+) -> None:
+    with small_engine() as engine:
+        segment = engine.segment
+        segment.tokens[:] = -5
+        parent = slots_claim(segment.address, 1, start, count)
+        request = {name: k for k, name in enumerate(REQUEST_FIELDS, 100)}
+        request |= {"seed": seed, "prompt_tokens": prompt_tokens, "temperature": 0.25, "salt_b": -(2**63)}
+        request |= {"flags": layout.FLAG_IGNORE_EOS | (layout.FLAG_TOKEN_IDS if has_token_ids else 0)}
+        for name, value in request.items():
+            segment.slots[parent][name] = value
+        segment.tokens[parent, :prompt_tokens] = range(prompt_tokens)
+        before = segment.slots.copy()
+        slots_share_request(segment.address, parent)
+        slot = int(segment.slots[parent]["next_choice"])
+        choices = []
+        while slot != layout.NO_SLOT:
+            choices.append(slot)
+            for name, value in request.items():
+                assert segment.slots[slot][name] == (choice_seed(seed, len(choices)) if name == "seed" else value)
+            prompt = list(range(prompt_tokens)) if has_token_ids else [-5] * prompt_tokens
+            assert segment.tokens[slot].tolist() == prompt + [-5] * (segment.tokens.shape[1] - prompt_tokens)
+            slot = int(segment.slots[slot]["next_choice"])
+        assert len(choices) == count - 1
+        for name in set(layout.SLOT.names or ()) - set(REQUEST_FIELDS):
+            assert segment.slots[name].tolist() == before[name].tolist(), name
+        others = [k for k in range(len(before)) if k not in choices]
+        assert segment.slots[others].tolist() == before[others].tolist()
+
+
+def test_too_many_choices_leave_every_slot_as_free_as_it_was() -> None:
+    with small_engine(max_running_seqs=4, max_queued_requests=0) as engine:
+        address, slots = engine.segment.address, engine.segment.slots
+        assert slot_claim(address, 9, 2) == 2
+        assert slots_claim(address, 1, 3, 4) == -1
+        assert slots["owner"].tolist() == [0, 0, 9, 0]
+        assert slots_claim(address, 1, 3, 3) == 0
+        assert slots["next_choice"].tolist() == [1, 3, layout.NO_SLOT, layout.NO_SLOT]
+        assert slots["owner"].tolist() == [1, 1, 9, 1]
 
 
 def test_full_lane_is_an_answer() -> None:

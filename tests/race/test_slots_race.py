@@ -18,20 +18,30 @@ from ironbatch.kernels.shared import (
     OWNER,
     PUBLISHED,
     SLOT_WORDS,
+    SUBMITTED,
     open_shared,
     published_generation,
     published_produced,
     published_reason,
     published_word,
 )
+from ironbatch.kernels.slots import NEXT_CHOICE
 from ironbatch.shm.segment import Segment
 from tests.race.processes import LINE_WORDS, Patience, race, scratch_of, shared_segment
 
 pytestmark = pytest.mark.race
 
 CONTROL_S = 15.0
+SPINS = 2_000
+
+SOUND = 0
+TORN = 1
+STALE = 2
+"""A word spoke of something that was not there."""
 
 slot_claim = callable_in_kernels(slots.slot_claim)
+slots_claim = callable_in_kernels(slots.slots_claim)
+slot_submit = callable_in_kernels(slots.slot_submit)
 slot_release = callable_in_kernels(slots.slot_release)
 
 # ------------------------------------------------------------------------------------------------ claim and release
@@ -116,18 +126,152 @@ def test_control_claims_without_compare_and_swap_share_slots() -> None:
         patience.wait()
 
 
+# --------------------------------------------------------------------------------------- several slots, all or none
+
+GROUP = 3
+GROUP_CLAIMS = 200_000
+GROUP_SLOTS = {"max_running_seqs": 7, "max_queued_requests": 0}  # room for two groups and a part of a third
+
+
+@kernel("int64(intp, intp, int64, int64, int64)")
+def claim_groups(address, scratch_address, owner, first, end):
+    """As `claim_often`, but GROUP slots at a time; SHARED too when a slot is missing from its chain."""
+    shared = open_shared(address)
+    num_slots = shared.header[NUM_SLOTS]
+    scratch = carray(address_to_words(scratch_address), num_slots * LINE_WORDS)
+    for claim in range(first, end):
+        parent = slots_claim(address, owner, (claim * 5 + owner) % num_slots, GROUP)
+        if parent < 0:
+            return claim
+        count = 0
+        slot = parent
+        while slot != layout.NO_SLOT and count < GROUP:
+            inside = fetch_add(scratch, slot * LINE_WORDS + INSIDE, 1)
+            scratch[slot * LINE_WORDS + USES] += 1
+            if inside != 0 or load_acquire(shared.slots, slot * SLOT_WORDS + OWNER) != owner:
+                return SHARED
+            count += 1
+            slot = shared.slots[slot * SLOT_WORDS + NEXT_CHOICE]
+        if count != GROUP or slot != layout.NO_SLOT:
+            return SHARED
+        slot = parent
+        for _ in range(GROUP):
+            following = shared.slots[slot * SLOT_WORDS + NEXT_CHOICE]
+            fetch_add(scratch, slot * LINE_WORDS + INSIDE, -1)
+            slot_release(address, slot)
+            slot = following
+    return end
+
+
+def claim_group(lane: int, segment: Segment) -> bool:
+    """Claim until all claims are done. Returns whether a slot was ever shared, or a group not whole."""
+    owner = layout.owner_word(lane, 1)
+    patience = Patience("for enough free slots")
+    done = 0
+    while 0 <= done < GROUP_CLAIMS:
+        done = claim_groups(segment.address, scratch_of(segment), owner, done, GROUP_CLAIMS)
+        patience.wait()
+    return done == SHARED
+
+
+def test_groups_are_claimed_whole_and_never_shared() -> None:
+    with shared_segment(**GROUP_SLOTS) as segment:
+        assert not any(race(segment, [partial(claim_group, lane) for lane in range(CLAIMANTS)]))
+        scratch = segment.tokens.reshape(-1).view(np.int64)[: LINE_WORDS * len(segment.slots)].reshape(-1, LINE_WORDS)
+        assert scratch[:, INSIDE].tolist() == [0] * len(segment.slots)
+        assert scratch[:, USES].sum() == CLAIMANTS * GROUP_CLAIMS * GROUP
+        assert not segment.slots["owner"].any(), "what a failed claim had taken is free again"
+
+
+# ---------------------------------------------------------------------------------------- children before the parent
+
+SUBMISSIONS = 15_000
+CHOICES = 7  # all slots, so that slot 0 is the parent
+
+
+@kernel("int64(intp, intp, int64, int64, int64)")
+def submit_groups(address, acks_address, first, end, is_control):
+    """Submit all slots as one request, again and again. Returns the next life: `end`, unless the reader is slow.
+
+    The control submits the parent first.
+    """
+    shared = open_shared(address)
+    acks = carray(address_to_words(acks_address), LINE_WORDS)
+    for life in range(first, end):
+        spins = 0
+        while load_acquire(acks, 0) < life - 1:
+            spins += 1
+            if spins == SPINS:
+                return life
+        parent = slots_claim(address, 1, 0, CHOICES)
+        if is_control:
+            store_release(shared.slots, parent * SLOT_WORDS + SUBMITTED, life)
+        slot_submit(address, 0, parent)  # the lane soon is full, which is of no matter here
+        for slot in range(CHOICES):
+            slot_release(address, slot)
+    return end
+
+
+@kernel("int64(intp, intp, int64[::1], int64)")
+def look_at_groups(address, acks_address, progress, end):
+    """The scheduler: whenever the parent is submitted, so are the others. Returns STALE or SOUND."""
+    shared = open_shared(address)
+    acks = carray(address_to_words(acks_address), LINE_WORDS)
+    spins = 0
+    while progress[0] < end and spins < SPINS:
+        if load_acquire(shared.slots, SUBMITTED) != progress[0]:
+            spins += 1
+            continue
+        for slot in range(1, CHOICES):
+            if load_acquire(shared.slots, slot * SLOT_WORDS + SUBMITTED) != progress[0]:
+                return STALE
+        store_release(acks, 0, progress[0])
+        progress[0] += 1
+        spins = 0
+    return SOUND
+
+
+def submit_all(is_control: int, segment: Segment) -> None:
+    patience = Patience("for the reader")
+    life = 1
+    while life < SUBMISSIONS and not segment.header["draining"]:
+        life = submit_groups(segment.address, scratch_of(segment), life, SUBMISSIONS, is_control)
+        patience.wait()
+
+
+def look(segment: Segment) -> int:
+    progress = np.array([1], np.int64)
+    patience = Patience("for the submitter")
+    found = SOUND
+    while found == SOUND and progress[0] < SUBMISSIONS:
+        found = int(look_at_groups(segment.address, scratch_of(segment), progress, SUBMISSIONS))
+        patience.wait()
+    segment.header["draining"] = 1
+    return found
+
+
+def found_by_looking(is_control: int) -> int:
+    with shared_segment(**GROUP_SLOTS) as segment:
+        _, found = race(segment, [partial(submit_all, is_control), look])
+        return int(found)
+
+
+def test_whoever_sees_the_parent_submitted_sees_its_choices_so() -> None:
+    assert found_by_looking(is_control=0) == SOUND
+
+
+def test_control_a_parent_submitted_first_is_seen_alone() -> None:
+    patience = Patience("for a parent without its choices", CONTROL_S)
+    while found_by_looking(is_control=1) != STALE:
+        patience.wait()
+
+
 # ------------------------------------------------------------------------------------------------ publish and read
 
 READERS = 2
 LIVES = 15_000  # generations of the one slot that is published
 MAX_LENGTH = 48
-SPINS = 2_000
 PROMPT = 16  # tokens before those that are published
-
-SOUND = 0
-TORN = 1
-STALE = 2
-"""A published word spoke of a token that was not there."""
 
 
 @inline

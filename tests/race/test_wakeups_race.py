@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ironbatch.kernels.state import Geometry, StateArena
+from ironbatch.kernels.arena import Geometry, StateArena
 from ironbatch.shm.segment import Segment
 from ironbatch.shm.wakeup import Doorbell
 from tests.race import wakeups

@@ -1,7 +1,10 @@
-"""A seeded simulation of the real step: arrivals, cancels, preemptions, dead workers and dead schedulers.
+"""A seeded simulation of the real step: arrivals, groups, cancels, preemptions, dead workers and dead schedulers.
 
-Every invariant is checked after every step, and every stream against what its request alone says it should be. A run
-prints its seed; IRONBATCH_SIMULATION_SEED=... replays it.
+Every invariant is checked after every step, and every stream against what its request alone says it should be. With
+`mock_kv` the tokens depend on every position that is read back through the block table, so that a block which was
+shared, copied, evicted or given away wrongly shows in a stream.
+
+A run prints its seed; IRONBATCH_SIMULATION_SEED=... replays it.
 """
 
 from __future__ import annotations
@@ -18,32 +21,44 @@ from typing import Any
 import pytest
 
 from ironbatch import layout
-from ironbatch.backends.base import BatchPlan, StepOutput
+from ironbatch.backends.base import Backend, BatchLimits, BatchPlan, StepOutput
 from ironbatch.backends.mock import EOS_TOKEN_ID, MockBackend
-from ironbatch.kernels.emission import EOS_SCALE
+from ironbatch.backends.mock_kv import MockKVBackend
+from ironbatch.config import Config
+from ironbatch.kernels.emission import EOS_SCALE, VOCABULARY
 from ironbatch.kernels.slots import slot_claim
 from ironbatch.shm.wakeup import Doorbell
 from tests.support import FakeWorker, SmallEngine, Stream, small_engine
 
 SEED_VARIABLE = "IRONBATCH_SIMULATION_SEED"
+ENGINES_VARIABLE = "IRONBATCH_SIMULATION_ENGINES"
+"""How many random engines `test_engines_drawn_at_random` makes; a first one can be replayed with 1."""
 
 
 class SchedulerDied(BaseException):
     """A SIGKILL, as far as one process can have it: no handler in the engine may see it."""
 
 
-class MortalBackend(MockBackend):
-    """The mock, which takes its scheduler with it when it is told to: before it computes, or after."""
+class Mortal:
+    """A mock that takes its scheduler with it when it is told to: before it computes, or after."""
 
     dies = ""
 
     def execute(self, plan: BatchPlan) -> StepOutput:
         if self.dies == "before":
             raise SchedulerDied
-        output = super().execute(plan)
+        output: StepOutput = super().execute(plan)  # type: ignore[misc]
         if self.dies == "after":
             raise SchedulerDied
         return output
+
+
+class MortalMock(Mortal, MockBackend):
+    pass
+
+
+class MortalKVMock(Mortal, MockKVBackend):
+    pass
 
 
 class FatalBell(Doorbell):
@@ -61,11 +76,23 @@ class Scenario:
     options: dict[str, Any] = field(default_factory=dict)
     most_prompt: int = 40
     most_new: int = 24
+    most_choices: int = 4
+    group_chance: float = 0.0
+    known_chance: float = 0.0  # of a prompt whose token ids are given
+    salt_chance: float = 0.0
+    longest_pause_ns: int = 1_000_000
     burst_chance: float = 0.02
     cancel_chance: float = 0.02
     collect_chance: float = 0.7
     worker_death_chance: float = 0.002
     scheduler_death_chance: float = 0.002
+    limits: dict[str, Any] = field(default_factory=dict)  # what the backend declares
+    most_steps_a_request: int = 100
+
+    def backend(self, config: Config) -> Backend:
+        made = MortalKVMock(config) if config.mock_kv else MortalMock(config)
+        made.batch_limits = BatchLimits(**self.limits)
+        return made
 
 
 class Simulation:
@@ -80,17 +107,18 @@ class Simulation:
         }
         self.cancelled: set[tuple[int, int]] = set()
         self.still_to_come = scenario.requests
+        self.beginnings = [self._random_tokens(scenario.most_prompt) for _ in range(4)]
         self.counts: Counter[str] = Counter()
         self.history = hashlib.sha256()
         threshold = round(engine.config.mock_eos_prob * EOS_SCALE)
         self.eos = {"eos_token_id": EOS_TOKEN_ID, "eos_threshold": threshold} if threshold else {}
 
     def run(self) -> None:
-        most_steps = 100 * self.scenario.requests
+        most_steps = self.scenario.most_steps_a_request * self.scenario.requests
         while self.still_to_come or any(worker and worker.streams for worker in self.workers.values()):
             self.counts["steps"] += 1
             assert self.counts["steps"] < most_steps, f"no end after {most_steps} steps: {self.counts}"
-            self.engine.clock.advance_ns(self.random.randrange(1_000_000))
+            self.engine.clock.advance_ns(self.random.randrange(self.scenario.longest_pause_ns))
             self._arrivals()
             self._cancel()
             self._worker_death()
@@ -110,22 +138,45 @@ class Simulation:
                 return
 
     def _submit(self, worker: FakeWorker) -> bool:
-        limit = self.engine.config.max_request_tokens
+        limit = int(self.engine.segment.header["longest_request_tokens"])
         prompt = self.random.randint(1, min(self.scenario.most_prompt, limit - 1))
         max_new = self.random.randint(1, min(self.scenario.most_new, limit - prompt))
-        stream = worker.try_submit(
+        streams = worker.try_submit_group(
             prompt,
             max_new,
+            self._choices(prompt + max_new),
             seed=self.random.getrandbits(63),
-            priority=self.random.choice((-8, 0, 0, 0, 0, 7)),
+            priority=self.random.choice((-8, -8, 0, 0, 7, 7)),
             arrival_ns=self.engine.clock.now_ns(),
             flags=self.random.choice((0, 0, 0, layout.FLAG_IGNORE_EOS)) if self.eos else 0,
+            prompt_token_ids=self._prompt(prompt),
+            salt=(1, 2) if self.random.random() < self.scenario.salt_chance else (0, 0),
         )
-        if stream is None:
+        if not streams:
             self.counts["refused"] += 1
             return False
+        self.counts["streams"] += len(streams)
+        self.counts["groups"] += len(streams) > 1
         self.still_to_come -= 1
         return True
+
+    def _choices(self, tokens: int) -> int:
+        """How many sequences of so many tokens; no more than an empty engine has blocks and places for."""
+        if self.random.random() >= self.scenario.group_chance:
+            return 1
+        config = self.engine.config
+        fit = config.total_kv_blocks // -(-tokens // config.kv_block_size)
+        return min(self.random.randint(2, self.scenario.most_choices), fit, config.running_limit)
+
+    def _prompt(self, length: int) -> list[int] | None:
+        """Some of a beginning that others have too, and then its own."""
+        if self.random.random() >= self.scenario.known_chance:
+            return None
+        shared = self.random.choice((0, length // 2, length, self.random.randint(0, length)))
+        return self.random.choice(self.beginnings)[:shared] + self._random_tokens(length - shared)
+
+    def _random_tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(1, VOCABULARY) for _ in range(count)]
 
     def _cancel(self) -> None:
         if self.random.random() >= self.scenario.cancel_chance:
@@ -149,12 +200,22 @@ class Simulation:
         worker = self.workers[lane]
         if worker is None:
             return
-        if self.random.random() < 0.5:  # it dies between claim and submit
-            slot_claim(worker.segment.address, worker.owner, 0)
+        if self.random.random() < 0.5:
+            self._die_while_submitting(worker)
         worker.die()
         self.counts["streams of dead workers"] += len(worker.streams)
         self.counts["worker deaths"] += 1
         self.workers[lane] = None
+
+    def _die_while_submitting(self, worker: FakeWorker) -> None:
+        """Between claim and submit; or of a group, whose parent is submitted last, when some others are already."""
+        slots = [slot_claim(worker.segment.address, worker.owner, 0) for _ in range(self.random.choice((1, 1, 3)))]
+        if -1 in slots:
+            return
+        for slot in slots[1:]:
+            row = worker.segment.slots[slot]
+            row["submitted"] = row["generation"]
+            self.counts["submitted by half"] += 1
 
     def _revive(self) -> None:
         for lane, worker in self.workers.items():
@@ -178,7 +239,9 @@ class Simulation:
         if count == 0:
             self._check_rest()
         self.counts["sequence steps"] += count
-        self.counts["preemptions"] += self.engine.gauge("preempted_count")
+        preempted = self.engine.gauge("preempted_count")
+        self.counts["preemptions"] += preempted
+        self.counts["made way"] += self.engine.gauge("displaced_count")
         assert self.engine.gauge("plan_tokens") <= self.engine.config.max_batch_tokens
         self._revive()
 
@@ -224,16 +287,20 @@ def simulate(scenario: Scenario, seed: int) -> Simulation:
     """Run a scenario to its end and check what holds of every run."""
     print(f"\nreplay with {SEED_VARIABLE}={seed}")
 
-    with small_engine(MortalBackend, **scenario.options) as engine:
+    with small_engine(scenario.backend, **scenario.options) as engine:
         simulation = Simulation(engine, scenario, seed)
         simulation.run()
         engine.assert_nothing_held()
         counts = simulation.counts
+        metrics = engine.segment.metrics[0]
+        for name in ("prefix_hit_tokens", "prefix_evicted_blocks", "copied_blocks"):
+            counts[name] += int(metrics[name])
         print(dict(counts))
-        assert counts["ended"] + counts["streams of dead workers"] == scenario.requests
-        assert engine.segment.metrics[0]["preemptions"] >= counts["preemptions"]
+        assert counts["ended"] + counts["streams of dead workers"] == counts["streams"]
+        assert metrics["preemptions"] >= counts["preemptions"]
+        assert metrics["prefix_hit_tokens"] <= metrics["prefix_query_tokens"]
         if not counts["worker deaths"]:
-            assert engine.segment.metrics[0]["tokens_generated"] == counts["tokens"]
+            assert metrics["tokens_generated"] == counts["tokens"]
     return simulation
 
 
@@ -246,17 +313,42 @@ def seed() -> int:
 SMALL_POOL = {"total_kv_blocks": 24, "kv_block_size": 4, "max_queued_requests": 56}
 
 
+AGING = {"priority_aging_s": 1}
+FEATURES: dict[str, Any] = {"group_chance": 0.2, "known_chance": 0.8, "salt_chance": 0.1}
+EVENTS = (
+    "preemptions",
+    "made way",
+    "groups",
+    "copied_blocks",
+    "prefix_hit_tokens",
+    "prefix_evicted_blocks",
+    "scheduler deaths",
+    "worker deaths",
+    f"ended with reason {layout.FINISH_CANCELLED}",
+)
+
+
 def test_ten_thousand_requests(seed: int) -> None:
-    counts = simulate(Scenario(10_000, SMALL_POOL), seed).counts
-    for event in ("preemptions", "scheduler deaths", "worker deaths", f"ended with reason {layout.FINISH_CANCELLED}"):
+    scenario = Scenario(10_000, SMALL_POOL | AGING, longest_pause_ns=100_000_000, **FEATURES)
+    counts = simulate(scenario, seed).counts
+    for event in EVENTS:
         assert counts[event] > 10, f"this run has hardly tested {event}"
 
 
+def test_what_is_read_back_from_the_kv_cache_is_what_was_written(seed: int) -> None:
+    """Through shared blocks, copies, evictions and preemptions, and across the deaths of schedulers."""
+    scenario = Scenario(3_000, SMALL_POOL | AGING | {"mock_kv": True}, longest_pause_ns=100_000_000, **FEATURES)
+    counts = simulate(scenario, seed).counts
+    for event in EVENTS:
+        assert counts[event] > 2, f"this run has hardly tested {event}"
+
+
 VARIATIONS = {
-    "ends of sequence": Scenario(800, SMALL_POOL | {"mock_eos_prob": 0.05}),
-    "blocks of one token": Scenario(500, {"total_kv_blocks": 70, "kv_block_size": 1}),
+    "ends of sequence": Scenario(800, SMALL_POOL | {"mock_eos_prob": 0.05}, **FEATURES),
+    "no token ids, no groups": Scenario(500, SMALL_POOL),
+    "blocks of one token": Scenario(500, {"total_kv_blocks": 70, "kv_block_size": 1}, **FEATURES),
     "one token a step": Scenario(100, {"max_batch_tokens": 1}, most_prompt=6, most_new=8),
-    "one sequence at a time": Scenario(300, {"max_running_seqs": 1}),
+    "one sequence at a time": Scenario(300, {"max_running_seqs": 1}, known_chance=0.8),
     "all of these": Scenario(
         100,
         {"kv_block_size": 1, "max_batch_tokens": 1, "max_running_seqs": 1, "mock_eos_prob": 0.05},
@@ -264,7 +356,20 @@ VARIATIONS = {
         most_new=8,
     ),
     "one block": Scenario(200, {"total_kv_blocks": 1, "kv_block_size": 16}),
-    "nobody dies": Scenario(500, SMALL_POOL, worker_death_chance=0, scheduler_death_chance=0.01),
+    "nobody dies": Scenario(500, SMALL_POOL, worker_death_chance=0, scheduler_death_chance=0.01, **FEATURES),
+    "no prefix cache": Scenario(500, SMALL_POOL | {"mock_kv": True, "no_prefix_cache": True}, **FEATURES),
+    "groups alone": Scenario(500, SMALL_POOL | {"mock_kv": True}, group_chance=0.8),
+    "groups in small chunks": Scenario(
+        300,
+        {"total_kv_blocks": 32, "kv_block_size": 2, "max_batch_tokens": 6, "mock_kv": True},
+        group_chance=0.5,
+        known_chance=0.5,
+    ),
+    "all prompts alike": Scenario(800, SMALL_POOL | {"mock_kv": True}, known_chance=1.0, most_prompt=12),
+    "KV, blocks of one token": Scenario(500, {"total_kv_blocks": 70, "kv_block_size": 1, "mock_kv": True}, **FEATURES),
+    "KV, ends of sequence": Scenario(
+        500, {"total_kv_blocks": 30, "kv_block_size": 8, "mock_kv": True, "mock_eos_prob": 0.05}, **FEATURES
+    ),
 }
 
 
@@ -273,8 +378,67 @@ def test_variation(variation: str, seed: int) -> None:
     simulate(VARIATIONS[variation], seed)
 
 
+def some(rng: random.Random, chance: float, values: dict[str, Any]) -> dict[str, Any]:
+    """Each of `values`, drawn from its list, with that chance."""
+    return {name: rng.choice(choices) for name, choices in values.items() if rng.random() < chance}
+
+
+def any_scenario(rng: random.Random) -> Scenario:
+    """Some small engine with some device under some load, tiny limits more often than not."""
+    options = some(
+        rng,
+        0.9,
+        {
+            "kv_block_size": (1, 1, 2, 4, 8, 16, 64, 256),
+            "total_kv_blocks": (2, 3, 5, 8, 16, 40, 100),
+            "max_batch_tokens": (1, 2, 3, 7, 16, 64, 500),
+            "max_running_seqs": (1, 2, 3, 8, 16),
+            "max_queued_requests": (0, 1, 8, 24, 60),
+            "max_model_len": (2, 8, 40, 64, 200),
+            "priority_aging_s": (0, 1, 10),
+            "mock_eos_prob": (0.0, 0.05),
+        },
+    )
+    buckets = [tuple(sorted(rng.sample((1, 2, 3, 4, 6, 8, 16, 64), rng.randint(1, 4)))) for _ in range(4)]
+    limits = some(
+        rng,
+        0.2,
+        {
+            "max_sequences": (1, 2, 3, 8, 100),
+            "max_tokens": (1, 2, 5, 64),
+            "mixes_prefill_and_decode": (False,),
+            "max_prefill_sequences": (1, 2, 3),
+            "sequence_buckets": buckets,
+            "token_buckets": buckets,
+            "max_batch_context": (150, 300, 1000),
+        },
+    )
+    return Scenario(
+        requests=20,
+        options=options | {"mock_kv": True, "no_prefix_cache": rng.random() < 0.2},
+        limits=limits,
+        most_prompt=rng.choice((1, 5, 40, 120)),
+        most_new=rng.choice((1, 5, 20)),
+        most_choices=rng.choice((2, 4, 8)),
+        longest_pause_ns=rng.choice((1, 1_000_000, 1_000_000_000)),
+        group_chance=rng.choice((0.0, 0.3, 0.8)),
+        known_chance=rng.choice((0.0, 0.8, 1.0)),
+        salt_chance=rng.choice((0.0, 0.3)),
+        burst_chance=0.2,
+        cancel_chance=rng.choice((0.0, 0.02, 0.2)),
+        most_steps_a_request=5_000,
+    )
+
+
+def test_engines_drawn_at_random(seed: int) -> None:
+    for k in range(int(os.environ.get(ENGINES_VARIABLE) or 150)):
+        scenario = any_scenario(random.Random(seed + k))
+        print(scenario)
+        simulate(scenario, seed + k)
+
+
 def test_same_seed_replays_the_same_run(seed: int) -> None:
-    scenario = Scenario(150, SMALL_POOL | {"mock_eos_prob": 0.02}, scheduler_death_chance=0.02)
+    scenario = Scenario(150, SMALL_POOL | {"mock_eos_prob": 0.02}, scheduler_death_chance=0.02, **FEATURES)
     first, second = (simulate(scenario, seed) for _ in range(2))
     assert first.history.digest() == second.history.digest()
     assert first.counts == second.counts

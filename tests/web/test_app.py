@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+import numpy as np
 import pytest
 
 from ironbatch import layout
@@ -18,6 +19,7 @@ from ironbatch.backends.mock import MockBackend
 from ironbatch.clock import FakeClock
 from ironbatch.config import Config
 from ironbatch.errors import RequestError
+from ironbatch.kernels.emission import mock_token
 from ironbatch.shm.engine import Engine
 from ironbatch.shm.wakeup import Doorbell
 from ironbatch.web.app import create_app
@@ -39,6 +41,7 @@ from tests.web.fakes import (
     turn,
     until,
 )
+from tests.web.test_stream import UNADMITTED
 
 LANE, GENERATION = 0, 3
 MAX_BODY_BYTES = 4096
@@ -138,7 +141,8 @@ async def test_many_at_once_with_details(server: Server) -> None:
     ("details", "line"),
     [
         (b"", b'{"token_index":0,"done":true}\n'),
-        (b', "details": true', b'{"token_index":0,"done":true,"finish_reason":"length"}\n'),
+        (b', "details": true', b'{"token_index":0,"done":true,"finish_reason":"length"%b}\n' % UNADMITTED.encode()),
+        (b', "n": 2', b'{"token_index":0,"choice":0,"done":true}\n{"token_index":0,"choice":1,"done":true}\n'),
     ],
 )
 @in_loop
@@ -204,6 +208,114 @@ async def test_a_socket_that_breaks_cancels_its_request(server: Server, caplog: 
         await turn()
         server.small.assert_nothing_held()
         assert server.counts() == {"received": 1, "failed": 1}
+
+
+@in_loop
+async def test_two_live_requests_that_a_client_gave_one_id_both_complete(server: Server) -> None:
+    """Ids are the engine's own; what a client calls its requests is its affair."""
+    async with Lifetime(server.app):
+        body = b'{"prompt_tokens": 3, "max_new_tokens": 8, "id": "same", "seed": %d, "details": true}'
+        answers = []
+        for seed in (1, 2):
+            text = body % seed
+            headers = [(b"x-request-id", b"same"), (b"content-length", b"%d" % len(text))]
+            answers.append(request(server.app, "POST", "/generate", text, headers))
+        await server.is_submitted(2)
+        await server.finish(*answers)
+        for seed, answer in zip((1, 2), answers, strict=True):
+            assert_well_formed(answer.send)
+            lines = parsed(answer.body)
+            assert [line["token_index"] for line in lines] == list(range(8))
+            assert [line["token_id"] for line in lines] == [mock_token(seed, 3 + k, -1, 0) for k in range(8)]
+        assert server.counts() == {"received": 2, "completed": 2}
+        server.small.assert_nothing_held()
+
+
+# --------------------------------------------------------------------------------------------------------- choices
+
+
+def publish(server: Server, slot: int, produced: int, reason: int, error_code: int = layout.ERROR_NONE) -> None:
+    """The scheduler's part."""
+    row = server.segment.slots[slot]
+    row["error_code"] = error_code
+    row["published"] = (int(row["generation"]) << 32) | (reason << 24) | produced
+    server.small.bells[LANE].ring()
+
+
+@in_loop
+async def test_choices_of_one_request_are_one_answer_and_one_count(server: Server) -> None:
+    async with Lifetime(server.app):
+        answer = server.generate(b'{"prompt_tokens": 2, "max_new_tokens": 3, "n": 3}')
+        await server.is_submitted(3)
+        slots = np.flatnonzero(server.segment.slots["owner"]).tolist()
+        assert server.segment.slots["choice_index"][slots].tolist() == [0, 1, 2]
+        publish(server, slots[2], 3, layout.FINISH_LENGTH)
+        publish(server, slots[0], 3, layout.FINISH_LENGTH)
+        await until(lambda: answer.send.chunks)
+        assert not answer.send.is_complete
+        publish(server, slots[1], 1, layout.FINISH_STOP)
+        assert answer.task is not None
+        await answer.task
+        assert_well_formed(answer.send)
+        found = [(line["choice"], line["token_index"], line["done"]) for line in parsed(answer.body)]
+        whole = [(choice, k, k == 2) for choice in (0, 2) for k in range(3)]
+        assert sorted(found) == sorted([*whole, (1, 0, True)])
+        assert server.counts() == {"received": 1, "completed": 1}
+        assert not server.segment.slots["owner"].any()
+
+
+@pytest.mark.parametrize("failed", [1, 3])
+@in_loop
+async def test_a_request_of_which_choices_fail_has_failed_once(server: Server, failed: int) -> None:
+    async with Lifetime(server.app):
+        answer = server.generate(b'{"prompt_tokens": 2, "max_new_tokens": 3, "n": 3}')
+        await server.is_submitted(3)
+        for count, slot in enumerate(np.flatnonzero(server.segment.slots["owner"]).tolist()):
+            if count < failed:
+                publish(server, slot, 0, layout.FINISH_ERROR, layout.ERROR_NO_BLOCKS)
+            else:
+                publish(server, slot, 3, layout.FINISH_LENGTH)
+        assert answer.task is not None
+        await answer.task
+        assert answer.status == (500 if failed == 3 else 200)
+        if failed == 3:
+            assert answer.error["type"] == "out_of_blocks"
+        else:
+            assert [line["choice"] for line in parsed(answer.body) if "error" in line] == [0]
+        assert server.counts() == {"received": 1, "failed": 1}
+
+
+@in_loop
+async def test_a_client_that_goes_cancels_its_choices(server: Server) -> None:
+    async with Lifetime(server.app):
+        gone = server.generate(b'{"prompt_tokens": 2, "max_new_tokens": 30, "n": 3}')
+        await server.is_submitted(3)
+        slots = np.flatnonzero(server.segment.slots["owner"]).tolist()
+        publish(server, slots[1], 1, layout.FINISH_STOP)
+        await until(lambda: gone.send.chunks)
+        await leave(gone)
+        rows = server.segment.slots[slots]
+        assert (rows["cancelled"] == rows["generation"]).tolist() == [True, False, True]
+        assert server.counts() == {"received": 1, "cancelled": 1}
+
+
+@in_loop
+async def test_what_the_device_allows_is_a_limit_too(server: Server) -> None:
+    async with Lifetime(server.app):
+        header = server.segment.header
+        header["longest_request_tokens"], header["most_choices"] = 40, 2
+        long = await fetch(server.app, "POST", "/generate", b'{"prompt_tokens": 30, "max_new_tokens": 11}')
+        assert (long.status, long.error["param"]) == (400, "max_new_tokens")
+        assert "are 41, over this engine's limit of 40" in long.error["message"]
+        many = await fetch(server.app, "POST", "/generate", b'{"prompt_tokens": 2, "n": 3}')
+        assert (many.status, many.error["param"]) == (400, "n")
+        assert "over the 2 sequences" in many.error["message"]
+        header["longest_request_tokens"], header["most_choices"] = 10**6, 10**6
+        still = await fetch(server.app, "POST", "/generate", b'{"prompt_tokens": 2, "n": 33}')
+        assert "over the 32 sequences" in still.error["message"], "no more than there are slots"
+        long = await fetch(server.app, "POST", "/generate", b'{"prompt_tokens": 65}')
+        assert long.status == 400
+        assert server.counts() == {"received": 4, "rejected": 4}
 
 
 def refuses_after(steps: int) -> Callable[[Config], Backend]:

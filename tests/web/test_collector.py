@@ -21,10 +21,11 @@ from ironbatch.errors import RequestError, RequestRejected, SlotsFull
 from ironbatch.kernels.emission import mock_token
 from ironbatch.kernels.histogram import histogram_percentile
 from ironbatch.kernels.lanes import arm_scheduler
+from ironbatch.kernels.slots import REQUEST_FIELDS
 from ironbatch.shm.engine import Engine
 from ironbatch.shm.wakeup import Doorbell
-from ironbatch.web.collector import REQUEST_FIELDS, TokenCollector
-from ironbatch.web.request import GenerateRequest
+from ironbatch.web.collector import TokenCollector
+from ironbatch.web.request import NO_SALT, GenerateRequest
 from ironbatch.web.stream import Exit, TokenStream
 from tests.support import ScriptedBackend, small_engine
 from tests.web.fakes import FakeSend, assert_well_formed, expected_lines, in_loop, parsed, turn, until
@@ -43,6 +44,8 @@ def a_request(prompt_tokens: int = 3, max_new_tokens: int = 4, **fields: Any) ->
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
+        "choices": 1,
+        "salt": NO_SALT,
     }
     return GenerateRequest(prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, **(plain | fields))
 
@@ -54,6 +57,11 @@ class Client:
         self.request = request
         self.send = FakeSend()
         self.stream: TokenStream = collector.submit(request, Exit(self.send, arrival_ns))
+
+    @property
+    def slot(self) -> int:
+        """Of its first choice."""
+        return self.stream.choices[0].slot
 
     @property
     def is_over(self) -> bool:
@@ -128,7 +136,7 @@ async def test_what_stands_in_the_slot(worker: Worker) -> None:
     fields = {"priority": -3, "seed": 2**63 - 1, "temperature": 0.25, "top_p": 0.5, "top_k": 40}
     worker.small.clock.set_ns(777_000)
     client = worker.submit(9, 5, flags=layout.FLAG_IGNORE_EOS, **fields)
-    row = worker.segment.slots[client.stream.slot]
+    row = worker.segment.slots[client.slot]
     assert row["owner"] == layout.owner_word(LANE, GENERATION)
     assert row["submitted"] == row["generation"] > 0
     assert row["arrival_ns"] == 777_000
@@ -136,7 +144,7 @@ async def test_what_stands_in_the_slot(worker: Worker) -> None:
     assert row["flags"] == layout.FLAG_IGNORE_EOS
     for name, value in fields.items():
         assert row[name] == value
-    assert (row["choice_index"], row["parent_slot"]) == (0, client.stream.slot)
+    assert (row["choice_index"], row["parent_slot"]) == (0, client.slot)
 
 
 @in_loop
@@ -159,9 +167,9 @@ async def test_a_request_writes_over_no_word_of_anybody_elses(worker: Worker) ->
 async def test_the_prompts_ids_stand_in_the_token_row(worker: Worker) -> None:
     ids = np.array([5, 0, 2**31 - 1], np.int32)
     client = worker.submit(3, 2, token_ids=ids, flags=layout.FLAG_TOKEN_IDS)
-    assert worker.segment.tokens[client.stream.slot, :3].tolist() == ids.tolist()
+    assert worker.segment.tokens[client.slot, :3].tolist() == ids.tolist()
     worker.run()
-    assert worker.segment.tokens[client.stream.slot, :3].tolist() == ids.tolist()
+    assert worker.segment.tokens[client.slot, :3].tolist() == ids.tolist()
     client.assert_got_all()
 
 
@@ -184,7 +192,7 @@ async def test_only_a_sleeping_scheduler_is_rung(worker: Worker) -> None:
 @in_loop
 async def test_full_is_an_answer_and_slots_come_back(worker: Worker) -> None:
     clients = [worker.submit(1, 2) for _ in range(NUM_SLOTS)]
-    assert {client.stream.slot for client in clients} == set(range(NUM_SLOTS))
+    assert {client.slot for client in clients} == set(range(NUM_SLOTS))
     for _ in range(3):
         with pytest.raises(SlotsFull) as caught:
             worker.submit()
@@ -208,7 +216,7 @@ async def test_one_slot_used_a_hundred_times(worker: Worker) -> None:
     with a_worker(max_running_seqs=1, max_queued_requests=0) as narrow:
         for k in range(1, 101):
             client = narrow.submit(1 + k % 5, 1 + k % 4)
-            assert client.stream.slot == 0
+            assert client.slot == 0
             with pytest.raises(SlotsFull):
                 narrow.submit()
             narrow.run()
@@ -375,7 +383,7 @@ async def test_a_cancel_frees_the_blocks_within_a_step_and_the_slot_at_the_next_
     worker.collector.cancel(gone.stream)
     assert worker.owned_slots() == 2, "the scheduler still holds it"
     worker.steps(1)
-    assert worker.small.running() == [other.stream.slot]
+    assert worker.small.running() == [other.slot]
     worker.collector.collect()
     assert worker.owned_slots() == 1
     worker.run()

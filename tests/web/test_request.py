@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 from ironbatch import layout, limits
 from ironbatch.errors import RequestRejected
-from ironbatch.web.request import MAX_NEW_TOKENS_DEFAULT, GenerateRequest, parse_request
+from ironbatch.web.request import MAX_NEW_TOKENS_DEFAULT, NO_SALT, GenerateRequest, RequestLimits, parse_request
 
 LIMIT = 64
+MOST_CHOICES = 20
+BLOCKS, BLOCK_SIZE = 24, 4
+ENGINE = RequestLimits(LIMIT, MOST_CHOICES, BLOCKS, BLOCK_SIZE)
 DEFAULT_SEED = 1234
 FIELDS = (
     "prompt_tokens",
@@ -27,6 +30,8 @@ FIELDS = (
     "temperature",
     "top_p",
     "top_k",
+    "n",
+    "cache_salt",
 )
 TOP_ID = limits.TOKEN_ID.high
 
@@ -36,7 +41,7 @@ def parse(body: bytes | str | dict[str, Any]) -> GenerateRequest:
         body = json.dumps(body)
     if isinstance(body, str):
         body = body.encode()
-    return parse_request(body, LIMIT, DEFAULT_SEED)
+    return parse_request(body, ENGINE, DEFAULT_SEED)
 
 
 def rejected(body: bytes | str | dict[str, Any]) -> RequestRejected:
@@ -74,6 +79,8 @@ def test_the_smallest_request_has_the_documented_defaults() -> None:
         temperature=1.0,
         top_p=1.0,
         top_k=0,
+        choices=1,
+        salt=NO_SALT,
     )
 
 
@@ -105,6 +112,9 @@ def test_zero_new_tokens_is_a_request_too() -> None:
         ({"temperature": 100.0}, "temperature", 100.0),
         ({"top_p": 1}, "top_p", 1.0),
         ({"top_p": 5e-324}, "top_p", 5e-324),
+        ({"n": 1}, "choices", 1),
+        ({"n": MOST_CHOICES}, "choices", MOST_CHOICES),
+        ({"cache_salt": None}, "salt", NO_SALT),
     ],
 )
 def test_each_bound_is_included(fields: dict[str, Any], name: str, value: object) -> None:
@@ -117,7 +127,7 @@ def test_a_whole_prompt_of_ids_may_fill_the_limit() -> None:
 
 
 def test_unknown_fields_are_ignored() -> None:
-    body = {"prompt_tokens": 2, "n": 3, "stop": ["x"], "stream": True, "": None, "x": {"prompt_tokens": "y"}}
+    body = {"prompt_tokens": 2, "best_of": 3, "id": "a", "stop": ["x"], "": None, "x": {"prompt_tokens": "y"}}
     assert parse(body) == parse({"prompt_tokens": 2})
 
 
@@ -164,6 +174,13 @@ def test_escaped_keys_and_white_space_are_json() -> None:
         ({"prompt_token_ids": [TOP_ID + 1, 1]}, "prompt_token_ids", f"prompt_token_ids[0] is {TOP_ID + 1}"),
         ({"prompt_token_ids": [1, 10**300]}, "prompt_token_ids", "prompt_token_ids[1] is a number of 997 bits"),
         ({"prompt_token_ids": [1] * 60, "max_new_tokens": 5}, "max_new_tokens", "limit of 64"),
+        ({"prompt_tokens": 1, "n": 0}, "n", "0, not between 1 and 128; use 1 or more"),
+        ({"prompt_tokens": 1, "n": -3}, "n", "-3, not between 1 and 128"),
+        ({"prompt_tokens": 1, "n": 129}, "n", "129, not between 1 and 128; use 128 or less"),
+        ({"prompt_tokens": 1, "n": 128}, "n", "over the 20 sequences that this engine can have at once"),
+        ({"prompt_tokens": 1, "n": MOST_CHOICES + 1}, "n", "use 20 or less"),
+        ({"prompt_tokens": 1, "cache_salt": ""}, "cache_salt", "has 0 characters; give a string of 1 to 256"),
+        ({"prompt_tokens": 1, "cache_salt": "x" * 257}, "cache_salt", "has 257 characters; give a string of 1 to 256"),
         ({"prompt_tokens": 1, "prompt_token_ids": [1]}, "prompt_token_ids", "both given"),
         ({}, "prompt_tokens", "missing"),
         ({"max_new_tokens": 4}, "prompt_tokens", "missing"),
@@ -175,7 +192,7 @@ def test_outside_a_bound_the_message_names_it(fields: dict[str, Any], param: str
     assert words in problem.message
 
 
-WHOLE = ("prompt_tokens", "max_new_tokens", "priority", "seed", "top_k")
+WHOLE = ("prompt_tokens", "max_new_tokens", "priority", "seed", "top_k", "n")
 NOT_WHOLE = ["true", "false", "1.0", "1.5", "1e2", "1E0", "-0.0", '"1"', '""', "[1]", "{}", "[]", "1e400", "9" * 5000]
 
 
@@ -207,6 +224,56 @@ def test_a_switch_is_true_or_false(name: str, text: str) -> None:
     problem = rejected(f'{{"prompt_tokens": 1, "{name}": {text}}}')
     assert problem.param == name
     assert "true or false" in problem.message
+
+
+@pytest.mark.parametrize("text", ["0", "true", "[]", "{}", "1.5", '["x"]'])
+def test_a_salt_is_a_string(text: str) -> None:
+    problem = rejected(f'{{"prompt_tokens": 1, "cache_salt": {text}}}')
+    assert problem.param == "cache_salt"
+    assert "string" in problem.message
+
+
+def admission_blocks(prompt_tokens: int, max_new_tokens: int, choices: int) -> int:
+    """The blocks of n block tables, written out: what a fork shares with its parent counts once."""
+    held = -(-min(prompt_tokens + 1, prompt_tokens + max_new_tokens) // BLOCK_SIZE)
+    shared = [(k + 1) * BLOCK_SIZE < prompt_tokens for k in range(held)]
+    return len({(0 if shared[k] else choice, k) for choice in range(choices) for k in range(held)})
+
+
+@given(st.integers(1, LIMIT), st.integers(0, LIMIT), st.integers(1, MOST_CHOICES))
+def test_choices_that_an_empty_pool_could_not_hold_are_refused(prompt: int, new: int, choices: int) -> None:
+    new = min(new, LIMIT - prompt)
+    body = {"prompt_tokens": prompt, "max_new_tokens": new}
+    if admission_blocks(prompt, new, choices) <= BLOCKS:
+        assert parse(body | {"n": choices}).choices == choices
+        return
+    problem = rejected(body | {"n": choices})
+    assert problem.param == "n"
+    assert f"n is {choices}, and so many choices of {prompt} prompt tokens need" in problem.message
+    assert f"{admission_blocks(prompt, new, choices)} KV blocks, over this engine's {BLOCKS}" in problem.message
+    fitting = int(problem.message.rpartition("use ")[2].partition(" or less")[0])
+    assert admission_blocks(prompt, new, fitting) <= BLOCKS < admission_blocks(prompt, new, fitting + 1)
+    assert parse(body | {"n": fitting}).choices == fitting
+
+
+def test_one_choice_is_always_within_the_pool() -> None:
+    assert parse({"prompt_tokens": LIMIT - 1, "max_new_tokens": 1, "n": 1}).choices == 1
+
+
+@given(st.text(min_size=1, max_size=limits.CACHE_SALT_CHARS_MAX))
+def test_a_salt_is_two_words_of_the_segment(salt: str) -> None:
+    found = parse(json.dumps({"prompt_tokens": 1, "cache_salt": salt}, ensure_ascii=False))
+    assert found.salt == parse({"prompt_tokens": 1, "cache_salt": salt}).salt
+    assert found.salt != NO_SALT
+    assert found.salt != parse({"prompt_tokens": 1, "cache_salt": salt[:-1] + ("z" if salt[-1] == "y" else "y")}).salt
+    for word in found.salt:
+        assert np.int64(word) == word
+
+
+def test_a_salts_words_are_the_same_in_every_process() -> None:
+    assert parse({"prompt_tokens": 1, "cache_salt": "tenant 7"}).salt == (5745461870383662701, -1506269857688757168)
+    longest = parse({"prompt_tokens": 1, "cache_salt": "\u00e9" * limits.CACHE_SALT_CHARS_MAX})
+    assert longest.salt != NO_SALT
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p"])
@@ -270,7 +337,8 @@ def test_what_is_no_json_object(body: bytes) -> None:
 def test_an_empty_body_is_shown_what_to_send() -> None:
     message = rejected(b"").message
     assert message.startswith("the body is empty; send JSON such as ")
-    assert parse_request(message.partition("such as ")[2].encode(), 8192, 0).max_new_tokens == 64
+    example = message.partition("such as ")[2].encode()
+    assert parse_request(example, ENGINE._replace(max_request_tokens=8192), 0).max_new_tokens == 64
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"x":', b'[{"x":'])
@@ -316,6 +384,9 @@ def assert_valid_or_rejected(body: bytes) -> None:
     assert 0 <= found.temperature <= 100
     assert 0 < found.top_p <= 1
     assert 0 <= found.top_k <= TOP_ID
+    assert 1 <= found.choices <= MOST_CHOICES
+    assert admission_blocks(found.prompt_tokens, found.max_new_tokens, found.choices) <= BLOCKS
+    assert all(-(2**63) <= word < 2**63 for word in found.salt)
     assert (found.token_ids is not None) == bool(found.flags & layout.FLAG_TOKEN_IDS)
     if found.token_ids is not None:
         assert found.token_ids.shape == (found.prompt_tokens,)

@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,7 +18,9 @@ from ironbatch import layout
 from ironbatch.errors import RETRY_AFTER_S, RequestRejected
 from ironbatch.layout import FINISH_CANCELLED, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from ironbatch.web import stream as stream_module
-from ironbatch.web.stream import CACHED_LINES, MAX_CHUNK_LINES, Exit, TokenStream, last_line, plain_lines
+from ironbatch.web.choice import Choice, DetailedChoice
+from ironbatch.web.lines import CACHED_LINES, STATS_FIELDS, last_line, plain_lines
+from ironbatch.web.stream import MAX_CHUNK_LINES, Exit, TokenStream
 from ironbatch.web.wire import Wire
 from tests.web.fakes import FakeSend, assert_well_formed, expected_lines, in_loop, parsed, turn, until
 
@@ -36,18 +39,23 @@ class FakeWire(Wire):
 
 
 class Client:
-    """A stream, the `send` it writes to, and how the slot would bring it news."""
+    """A stream of one choice, the `send` it writes to, and how the slot would bring it news."""
 
     def __init__(self, output_ids: NDArray[np.int32] | None = None, wire: FakeWire | None = None) -> None:
         self.send = FakeSend()
-        self.stream = TokenStream(3, Exit(self.send, arrival_ns=0, wire=wire), output_ids)
+        self.record = np.zeros(1, layout.SLOT)[0]
+        choice = (
+            Choice(3) if output_ids is None else DetailedChoice(3, b"", output_ids, self.record[list(STATS_FIELDS)])
+        )
+        self.stream = TokenStream(Exit(self.send, arrival_ns=0, wire=wire), [choice])
         self.produced = 0
 
     def more(self, count: int, reason: int = FINISH_NONE, error_code: int = layout.ERROR_NONE) -> None:
         self.produced += count
         if count == 0 and reason in (FINISH_LENGTH, FINISH_STOP):
             reason |= layout.FINISH_WITHOUT_TOKEN
-        self.stream.advance(self.produced, reason, error_code)
+        self.stream.choices[0].advance(self.produced, reason, error_code)
+        self.stream.write()
 
     async def drained(self) -> None:
         """Wait until the stream has ended, and ended well."""
@@ -428,11 +436,17 @@ async def test_one_that_goes_in_the_moment_its_socket_drains() -> None:
 
 # --------------------------------------------------------------------------------------------------------- errors
 
+UNADMITTED = (
+    ',"cached_tokens":0,"preemptions":0,"queue_us":0,"waited_us":{"step":0,"slots":0,"tokens":0,"blocks":0,"device":0}'
+)
+"""What details say of a sequence that was never admitted."""
+
 ERRORS = [
     (layout.ERROR_BACKEND, "backend_error", 500, None),
     (layout.ERROR_LOST, "engine_restarted", 503, RETRY_AFTER_S),
     (layout.ERROR_REQUEST, "backend_refused", 400, None),
     (layout.ERROR_INVALID, "internal_error", 500, None),
+    (layout.ERROR_NO_BLOCKS, "out_of_blocks", 500, None),
 ]
 
 
@@ -474,11 +488,8 @@ async def test_an_error_after_the_first_token_is_the_last_line(
     assert [line["token_index"] for line in lines] == list(range(count + 1))
     assert [line["done"] for line in lines] == [False] * count + [True]
     assert (
-        client.send.body.splitlines()[-1]
-        == (
-            f'{{"token_index":{count},"done":true,"error":{{"type":"{kind}",'
-            f'"message":"{layout.ERROR_MESSAGES[code]}","param":null}}}}'
-        ).encode()
+        client.send.body.splitlines()[-1].decode() == f'{{"token_index":{count},"done":true,"error":{{"type":"{kind}",'
+        f'"message":"{layout.ERROR_MESSAGES[code]}","param":null}}{UNADMITTED if has_details else ""}}}'
     )
     assert client.stream.is_failure
     assert len(client.send.chunks) == 2
@@ -496,9 +507,9 @@ async def test_an_error_with_the_first_tokens_is_an_error_line_too() -> None:
 # -------------------------------------------------------------------------------------------------------- details
 
 
-def detailed(ids: list[int], finish_reason: str) -> bytes:
+def detailed(ids: list[int], finish_reason: str, stats: str = UNADMITTED) -> bytes:
     lines = [f'{{"token_index":{index},"token_id":{token},"done":false}}\n' for index, token in enumerate(ids)]
-    lines[-1] = lines[-1].replace('"done":false', f'"done":true,"finish_reason":"{finish_reason}"')
+    lines[-1] = lines[-1].replace('"done":false', f'"done":true,"finish_reason":"{finish_reason}"{stats}')
     return "".join(lines).encode()
 
 
@@ -520,7 +531,73 @@ async def test_details_of_a_stop_without_a_token() -> None:
     client.more(1)
     client.more(0, FINISH_STOP)
     await client.drained()
-    assert client.send.chunks[1] == b'{"token_index":1,"done":true,"finish_reason":"stop"}\n'
+    assert client.send.chunks[1].decode() == f'{{"token_index":1,"done":true,"finish_reason":"stop"{UNADMITTED}}}\n'
+
+
+FARED = {
+    "cached_tokens": 48,
+    "preemptions": 2,
+    "waited_step_ns": 1_999,
+    "waited_slots_ns": 20_000,
+    "waited_tokens_ns": 999,
+    "waited_blocks_ns": 3_000_000_000_000,
+    "waited_device_ns": 5_500,
+}
+FARED_PART = (
+    ',"cached_tokens":48,"preemptions":2,"queue_us":3000000026'
+    ',"waited_us":{"step":1,"slots":20,"tokens":0,"blocks":3000000000,"device":5}'
+)
+
+
+def fare(record: Any, generation: int, admitted_generation: int) -> None:
+    """The scheduler's part."""
+    record["generation"], record["admitted_generation"] = generation, admitted_generation
+    for name, value in FARED.items():
+        record[name] = value
+
+
+@in_loop
+async def test_details_say_how_the_sequence_fared() -> None:
+    client = Client(np.array([5, 6], np.int32))
+    client.more(1)
+    fare(client.record, 9, 9)
+    client.more(1, FINISH_LENGTH)
+    await client.drained()
+    assert client.send.body == detailed([5, 6], "length", FARED_PART)
+    stats = parsed(client.send.body)[-1]
+    assert stats["queue_us"] == sum(stats["waited_us"].values())
+
+
+@in_loop
+async def test_details_of_a_failure_say_it_too() -> None:
+    client = Client(np.array([5, 6], np.int32))
+    fare(client.record, 9, 9)
+    client.more(1, FINISH_ERROR, layout.ERROR_LOST)
+    await client.drained()
+    assert client.send.body.endswith(f',"param":null}}{FARED_PART}}}\n'.encode())
+
+
+@in_loop
+async def test_what_an_earlier_request_has_left_in_the_slot_is_not_said() -> None:
+    client = Client(np.array([5, 6], np.int32))
+    fare(client.record, 9, 8)
+    client.more(2, FINISH_LENGTH)
+    await client.drained()
+    assert client.send.body == detailed([5, 6], "length")
+
+
+@in_loop
+async def test_how_it_fared_is_read_before_the_slot_is_given_away() -> None:
+    client = Client(np.array([5, 6], np.int32))
+    client.send.stall()
+    client.more(1)
+    fare(client.record, 9, 9)
+    client.more(1, FINISH_LENGTH)
+    for name in STATS_FIELDS:
+        client.record[name] = 10  # the next request's
+    client.send.resume()
+    await client.drained()
+    assert client.send.body == detailed([5, 6], "length", FARED_PART)
 
 
 @in_loop
@@ -637,10 +714,11 @@ def oracle(produced: int, finish: str, *, has_details: bool) -> list[dict[str, A
     for index in range(produced):
         details = {"token_id": 1000 + index} if has_details else {}
         lines.append({"token_index": index} | details | {"done": False})
-    why = {"finish_reason": finish} if has_details else {}
+    stats = msgspec.json.decode(f"{{{UNADMITTED[1:]}}}") if has_details else {}
+    why = {"finish_reason": finish} | stats if has_details else {}
     if finish == "error":
         error = {"type": "backend_error", "message": layout.ERROR_MESSAGES[layout.ERROR_BACKEND], "param": None}
-        lines.append({"token_index": produced, "done": True, "error": error})
+        lines.append({"token_index": produced, "done": True, "error": error} | stats)
     elif finish == "stop":
         lines.append({"token_index": produced, "done": True} | why)
     else:

@@ -17,7 +17,9 @@ from gunicorn.config import Config
 
 from ironbatch.layout import FINISH_LENGTH, FINISH_NONE
 from ironbatch.web import wire as wire_module
-from ironbatch.web.stream import MAX_CHUNK_LINES, Exit, TokenStream, plain_lines
+from ironbatch.web.choice import Choice
+from ironbatch.web.lines import plain_lines
+from ironbatch.web.stream import MAX_CHUNK_LINES, Exit, TokenStream
 from ironbatch.web.wire import KNOWN_GUNICORN, Wire, known_protocol
 from tests.web.fakes import expected_lines, in_loop, turn, until
 
@@ -41,11 +43,12 @@ class Served:
             self.sends += 1
             return send(message)
 
-        self.stream = TokenStream(0, Exit(counting, 0, self.wire), None)
+        self.stream = TokenStream(Exit(counting, 0, self.wire), [Choice(0)])
 
     def more(self, count: int, *, is_last: bool = False) -> None:
         self.produced += count
-        self.stream.advance(self.produced, FINISH_LENGTH if is_last else FINISH_NONE, 0)
+        self.stream.choices[0].advance(self.produced, FINISH_LENGTH if is_last else FINISH_NONE, 0)
+        self.stream.write()
 
     @property
     def transport(self) -> Any:
