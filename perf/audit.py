@@ -1,7 +1,7 @@
 """The audit of the scheduler's state, beside the steps that it is spread over: `python perf/audit.py`.
 
 `default`: the default options with all places taken. The others: 256 and 4096 running sequences of up to 4096 tokens,
-with blocks for all of them. A fifth of the prompts is in the prefix cache.
+with blocks for all of them. One request in five has the same prompt.
 """
 
 from __future__ import annotations
