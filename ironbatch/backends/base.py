@@ -107,13 +107,7 @@ class BatchPlan:
         self.block_tables: NDArray[np.int32] = arena.views["block_tables"]
         self.state_address = arena.address  # for a backend whose own kernels read the plan
         self.count = 0
-        self._filled_for = -1
-        self._step = 0
-
-    def renew(self, count: int) -> None:
-        """The scheduler has planned `count` rows; lazy tables are filled again when they are asked for."""
-        self.count = count
-        self._step += 1
+        self.has_tokens = False  # the scheduler renews both in each step; without a call, which would cost it 2 %
 
     def __len__(self) -> int:
         return self.count
@@ -146,9 +140,9 @@ class BatchPlan:
 
     def fill_tokens(self) -> None:
         """Make the three tables below; for a backend whose own kernels read them."""
-        if self._filled_for != self._step:
+        if not self.has_tokens:
             fill_plan_tokens(self._arena.address, self._segment.address)
-            self._filled_for = self._step
+            self.has_tokens = True
 
     def _tokens(self, name: str) -> NDArray[Any]:
         self.fill_tokens()

@@ -17,6 +17,8 @@ from ironbatch.kernels.records import (
     PROMPT,
     ROW_CONTEXT,
     ROW_EMITS,
+    ROW_PRODUCED,
+    ROW_PROMPT,
     ROW_SEQUENCE,
     ROW_WORDS,
     SEQ_FLAGS,
@@ -55,6 +57,7 @@ from ironbatch.kernels.state import (
     WAKE_COUNT,
     open_state,
 )
+from ironbatch.kernels.tables import prefetch_for_write
 
 INVALID_OUTPUT = -1
 
@@ -72,21 +75,35 @@ METRIC_COPIED = layout.word(layout.METRICS, "copied_blocks")
 
 
 @inline
-def append_tokens(state, shared, sequence, cursor, count, reason):
+def append_tokens(state, shared, sequence, cursor, count, reason, stride, eos):
     """Append `count` emitted tokens from place `cursor` on, up to the sequence's end. Returns (produced, reason)."""
     fields = sequence * SEQUENCE_WORDS
     produced = state.sequences[fields + PRODUCED]
     limit = state.sequences[fields + MAX_NEW]
-    out = sequence * shared.header[TOKEN_ROW_TOKENS] + state.sequences[fields + PROMPT]
+    out = sequence * stride + state.sequences[fields + PROMPT]
     for token_index in range(cursor, cursor + count):
         token = state.output_tokens[token_index]
         shared.tokens[out + produced] = token
         produced += 1
-        if token == state.header[EOS_TOKEN_ID] and state.sequences[fields + SEQ_FLAGS] & layout.FLAG_IGNORE_EOS == 0:
+        if token == eos and state.sequences[fields + SEQ_FLAGS] & layout.FLAG_IGNORE_EOS == 0:
             return produced, layout.FINISH_STOP
         if produced == limit:
             return produced, layout.FINISH_LENGTH
     return produced, reason
+
+
+AHEAD = 8
+"""How many rows before its turn a row's cache lines are called for."""
+
+
+@inline
+def prefetch_row(state, shared, k, stride):
+    """Call for the lines of the segment that row `k` is to write; its token is the only one in its page."""
+    row = k * ROW_WORDS
+    sequence = state.rows[row + ROW_SEQUENCE]
+    place = sequence * stride + state.rows[row + ROW_PROMPT] + state.rows[row + ROW_PRODUCED]
+    prefetch_for_write(shared.tokens, place)
+    prefetch_for_write(shared.slots, sequence * SLOT_WORDS + PUBLISHED)
 
 
 @inline
@@ -163,6 +180,23 @@ def set_gauges(state, shared):
     state.header[EVICTED_COUNT] = 0
 
 
+@inline
+def is_sound(reason):
+    """Whether a row computed what it was to compute, by the reason for which it ends, if it does."""
+    return reason in (layout.FINISH_NONE, layout.FINISH_LENGTH, layout.FINISH_STOP)
+
+
+@inline
+def counts_are_valid(state, rows):
+    """Whether no row has emitted more than the backend may. Without a branch, so that it is a few vector operations."""
+    most = state.header[TOKENS_PER_STEP]
+    lowest = highest = 0
+    for k in range(rows):
+        lowest = min(lowest, state.output_counts[k])
+        highest = max(highest, state.output_counts[k])
+    return lowest >= 0 and highest <= most
+
+
 @kernel("int64(intp, intp)")
 def commit(state_address, segment_address):
     """Commit the executed plan. Returns the number of workers to wake (their lanes stand in `wakes`).
@@ -175,34 +209,37 @@ def commit(state_address, segment_address):
     state = open_state(state_address)
     shared = open_shared(segment_address)
     rows = state.header[ROW_COUNT]
-    for k in range(rows):
-        if state.output_counts[k] < 0 or state.output_counts[k] > state.header[TOKENS_PER_STEP]:
-            return INVALID_OUTPUT
+    if not counts_are_valid(state, rows):
+        return INVALID_OUTPUT
     if state.header[COPY_COUNT] > 0:
         shared.metrics[METRIC_COPIED] += state.header[COPY_COUNT]
         drop_sources(state)
     shared_from = shares_from(state)
+    stride = shared.header[TOKEN_ROW_TOKENS]
+    eos = state.header[EOS_TOKEN_ID]
     cursor = 0
     generated = 0
     finished = 0
     for k in range(rows):
+        if k + AHEAD < rows:
+            prefetch_row(state, shared, k + AHEAD, stride)
         row = k * ROW_WORDS
         sequence = state.rows[row + ROW_SEQUENCE]
         fields = sequence * SEQUENCE_WORDS
         count = state.output_counts[k]
         before = state.sequences[fields + PRODUCED]
-        produced, reason = append_tokens(state, shared, sequence, cursor, count, state.output_finish[k])
+        produced, reason = append_tokens(state, shared, sequence, cursor, count, state.output_finish[k], stride, eos)
         cursor += count
         generated += produced - before
         state.sequences[fields + PRODUCED] = produced
         # The last token of a context is computed by the step that emits the next.
         reached = state.rows[row + ROW_CONTEXT] + produced - before - state.rows[row + ROW_EMITS]
         state.sequences[fields + COMPUTED] = reached
-        if reason not in (layout.FINISH_NONE, layout.FINISH_LENGTH, layout.FINISH_STOP):
-            reason = layout.FINISH_ERROR  # or a plug-in's slip
-        if k >= shared_from and reason != layout.FINISH_ERROR:
+        if k >= shared_from and is_sound(reason):
             share_computed(state, shared, k)
         if reason != layout.FINISH_NONE:
+            if not is_sound(reason):
+                reason = layout.FINISH_ERROR  # or a plug-in's slip
             state.output_finish[k] = layout.FINISH_NONE
             if produced == before and reason != layout.FINISH_ERROR:
                 reason |= layout.FINISH_WITHOUT_TOKEN

@@ -43,6 +43,7 @@ from ironbatch.kernels.state import (
     NEXT_UID,
     OLDEST,
 )
+from ironbatch.kernels.tables import prefetch_for_write
 
 ROOT_SIGN = -(1 << 63)  # set in the first word of a salt, so that it is never a uid
 
@@ -172,10 +173,23 @@ def evictable_remove(state, block):
     state.header[EVICTABLE_COUNT] -= 1
 
 
+@inline
+def prefetch_oldest(state):
+    """Call for the lines that the next eviction is to write: they come in bursts, and nothing else has touched them."""
+    block = state.header[OLDEST]
+    if block == NOBODY:
+        return
+    row = block * CACHED_WORDS
+    prefetch_for_write(state.index, state.cached_blocks[row + HASH] & state.header[INDEX_MASK])
+    prefetch_for_write(state.refcounts, block)
+    prefetch_for_write(state.cached_blocks, state.cached_blocks[row + NEWER] * CACHED_WORDS)
+
+
 @subroutine
 def forget_oldest(state):
     """Take the block that was released longest ago out of the cache; the caller has seen that there is one."""
     block = state.header[OLDEST]
     evictable_remove(state, block)
     index_remove(state, block)
+    prefetch_oldest(state)
     return block

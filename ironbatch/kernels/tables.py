@@ -14,7 +14,9 @@ import operator
 from typing import Any
 
 import numba
+from llvmlite import ir
 from numba import carray, types
+from numba.core import cgutils
 from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, models, register_model
@@ -79,6 +81,32 @@ def _store(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     element = builder.trunc(value, context.get_value_type(types.int32))
     builder.store(element, builder.gep(table, [index], inbounds=True))
     return context.get_dummy_value()
+
+
+_FOR_WRITING, _INTO_ALL_CACHES, _DATA = 1, 3, 1
+
+
+@intrinsic
+def prefetch_for_write(typing_context: Any, table: Any, index: Any) -> Any:
+    """Call for the cache line of table[index], which is to be written soon. Nothing happens but that.
+
+    A processor carries out stores in order, so each waits for its line; that takes longest where every line is in a
+    page of its own. (LLVM language reference, "llvm.prefetch")
+    """
+    signature = types.void(table, types.intp)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data, index = arguments
+        if isinstance(signature.args[0], types.Array):
+            data = context.make_array(signature.args[0])(context, builder, data).data
+        address = builder.bitcast(builder.gep(data, [index]), cgutils.voidptr_t)
+        words = [cgutils.int32_t(word) for word in (_FOR_WRITING, _INTO_ALL_CACHES, _DATA)]
+        hint_type = ir.FunctionType(ir.VoidType(), [address.type, *(word.type for word in words)])
+        hint = cgutils.get_or_insert_function(builder.module, hint_type, "llvm.prefetch.p0")
+        builder.call(hint, [address, *words])
+        return context.get_dummy_value()
+
+    return signature, generate
 
 
 if numba.config.BOUNDSCHECK:

@@ -118,7 +118,8 @@ class Scheduler:
             return 0
         count: int = plan(state, shared, now_ns)
         batch = self._plan
-        batch.renew(count)
+        batch.count = count
+        batch.has_tokens = False
         try:
             if self._words[FORGET_COUNT]:
                 self._forget()

@@ -15,7 +15,7 @@ from tests.support import SmallEngine, small_engine
 def planned(engine: SmallEngine, **limits: Any) -> BatchPlan:
     """The plan as it stands in the scheduler's state, for a backend with these limits."""
     plan = BatchPlan(engine.scheduler.arena, engine.segment, BatchLimits(**limits))
-    plan.renew(int(engine.scheduler.arena.header["row_count"]))
+    plan.count = int(engine.scheduler.arena.header["row_count"])
     return plan
 
 
@@ -58,7 +58,7 @@ def test_tables_are_filled_once_a_plan_and_only_if_asked_for(monkeypatch: pytest
         plan = planned(engine)
         assert filled == []
         for _ in range(2):
-            plan.renew(0)
+            plan.count, plan.has_tokens = 0, False
             plan.fill_tokens()
             assert (len(plan.token_ids), len(plan.positions), len(plan.kv_slot_mapping)) == (0, 0, 0)
         assert filled == [(engine.scheduler.arena.address, engine.segment.address)] * 2

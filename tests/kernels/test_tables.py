@@ -10,7 +10,7 @@ from numba import njit
 from numba.core.errors import TypingError
 
 from ironbatch.kernels.jit import kernel
-from ironbatch.kernels.tables import int32_table, word_table
+from ironbatch.kernels.tables import int32_table, prefetch_for_write, word_table
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 
@@ -38,6 +38,13 @@ def sum_of_products(address):
     return table[0] * np.int64(table[1]) + table[0]
 
 
+@kernel("int64(intp, int64)")
+def prefetch_both(address, index):
+    prefetch_for_write(int32_table(address, 4), index)
+    prefetch_for_write(word_table(address, 4), index)
+    return index
+
+
 @given(values=st.lists(INT32, min_size=4, max_size=4), index=st.integers(0, 3), value=INT32)
 def test_int32_elements_are_read_and_written_alone(values: list[int], index: int, value: int) -> None:
     memory = np.array(values, np.int32)
@@ -50,6 +57,13 @@ def test_words_are_read_and_written_alone() -> None:
     memory = np.array([1, -(2**63), 3, 2**63 - 1], np.int64)
     assert exchange_word(memory.ctypes.data, 1, 7) == -(2**63)
     assert memory.tolist() == [1, 7, 3, 2**63 - 1]
+
+
+@pytest.mark.parametrize("index", [0, 3, 4, -1, 2**60])
+def test_prefetch_changes_nothing_and_may_miss(index: int) -> None:
+    memory = np.array([1, 2, 3, 4], np.int64)
+    assert prefetch_both(memory.ctypes.data, index) == index
+    assert memory.tolist() == [1, 2, 3, 4]
 
 
 def test_elements_are_wide_to_a_kernel() -> None:
