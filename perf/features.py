@@ -3,6 +3,8 @@
 `steady` is a step in which every sequence decodes and none ends: `plain` requests, and requests with `all` features:
 token ids in the prefix cache, two choices each, five priorities, a backend that declares limits of every kind.
 `waiting`: a steady step of plain requests while as many more wait for places, in five classes that age.
+`by_empty_call`: how many empty calls a steady step takes, the two timed in turns a few hundred microseconds long, since
+a machine whose clock changes from second to second spoils a ratio of what was timed a minute apart.
 `displace`: a request of a higher class takes the place of one of 256 and emits its token; the displaced one returns.
 """
 
@@ -12,7 +14,7 @@ import time
 from functools import partial
 
 from engine import MODEL_LEN, NullBackend, StepEngine
-from yardsticks import runner
+from yardsticks import empty, runner
 
 from ironbatch.backends.limits import BatchLimits
 from ironbatch.kernels.slots import slot_release
@@ -79,6 +81,28 @@ def time_steady(loops: int, make: type[StepEngine], running: int) -> float:
     return elapsed_s
 
 
+TURNS = 100
+TURN_STEPS = 100
+TURN_CALLS = 10_000
+
+
+def count_by_empty_call(loops: int, make: type[StepEngine]) -> float:
+    """`loops` times the ratio of a decode step to an empty call."""
+    engine = make(FULL)
+    total = 0.0
+    for _ in range(loops):
+        steps_s = calls_s = 0.0
+        for _ in range(TURNS):
+            steps_s += engine.time_steps(TURN_STEPS)
+            start_s = time.perf_counter()
+            for _ in range(TURN_CALLS):
+                empty()
+            calls_s += time.perf_counter() - start_s
+        total += (steps_s / TURN_STEPS) / (calls_s / TURN_CALLS)
+    engine.close()
+    return total
+
+
 def time_displacement(loops: int) -> float:
     """Seconds of `loops` displacements: the step that does it, and the one in which the displaced one is back."""
     engine = StepEngine(FULL, max_queued_requests=FULL)
@@ -104,6 +128,9 @@ def main() -> None:
     for running in RUNNING:
         made.bench_time_func(f"steady/{running}/plain", partial(time_steady, make=StepEngine, running=running))
         made.bench_time_func(f"steady/{running}/all", partial(time_steady, make=FeaturedEngine, running=running))
+    for kind, make in (("plain", StepEngine), ("all", FeaturedEngine)):
+        count = partial(count_by_empty_call, make=make)
+        made.bench_time_func(f"by_empty_call/{FULL}/{kind}", count, metadata={"unit": "integer"})
     made.bench_time_func(f"waiting/{FULL}", partial(time_steady, make=CrowdedEngine, running=FULL))
     made.bench_time_func(f"displace/{FULL}", time_displacement)
 
