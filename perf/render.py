@@ -8,13 +8,18 @@ from pathlib import Path
 
 import results
 from results import Figures
+from yardsticks import REPOSITORY
 
-PAGE = Path(__file__).parents[1] / "BENCHMARKS.md"
+from ironbatch.config import Config
+
+PAGE = REPOSITORY / "BENCHMARKS.md"
 FIGURE = results.DIRECTORY / "step_cost.svg"
+AUDIT_EVERY = Config().audit_every
 RUNNING = (8, 64, 256, 1024, 4096)
 STREAMS = ("1-stream", "64-streams", "256-streams")
 PACES = {"one-line": "one", "eight-lines": "eight", "flat-out": "all that wait"}
 EMPTY = "empty_call"
+POOLS = {"default": "default options", "65536_blocks": "256 running", "1048576_blocks": "4096 running"}
 WIDTH = 120
 
 
@@ -30,6 +35,10 @@ class Page:
             self._head(),
             self._targets(),
             self._step(),
+            self._features(),
+            self._prefix_cache(),
+            self._audit(),
+            self._mock_kv(),
             self._kernel_call(),
             self._shared_memory(),
             self._wake_up(),
@@ -65,11 +74,15 @@ class Page:
 
     def _targets(self) -> Iterator[str]:
         step, wake, http = (self._files[name] for name in ("scheduler_step", "wake_up", "http_stream"))
+        features, prefix = self._files["features"], self._files["prefix_cache"]
         steady, line = step["steady/256/alone"], "http_stream/64-streams/one-line"
         one_line = http[f"{line}/ironbatch"] / http[f"{line}/bare"]
         eight_us = 1e6 * http["http_stream/64-streams/eight-lines/ironbatch"]
         rows = (
-            ("step at 256 running sequences, by an empty call", steady / step[EMPTY], 120.0),
+            ("step at 256 running sequences, by an empty call", features["by_empty_call/256/plain"], 120.0),
+            ("the same with all features used", features["by_empty_call/256/all"], 120.0),
+            ("prefix lookup, ns a block of 16", 1e9 * prefix["lookup/cold"], 100.0),
+            ("audit, % of the steps it is spread over", 100 * max(map(self._audit_share, POOLS)), 5.0),
             ("step at 4096 by step at 256", step["steady/4096/alone"] / steady, 20.0),
             ("step with 256 admissions, by a steady one", step["first/256/alone"] / steady, 3.0),
             ("wake to collected token, by a bare eventfd", wake["token/ironbatch"] / wake["token/bare_event"], 1.5),
@@ -119,6 +132,77 @@ class Page:
         """)
         yield ""
         yield f"![cost of a step by running sequences](perf/results/{FIGURE.name})"
+
+    def _features(self) -> Iterator[str]:
+        features = self._files["features"]
+        yield "## What the features cost"
+        yield ""
+        yield from paragraph("""
+            The same steady step, by requests that use nothing, and by requests with token ids in the prefix cache, two
+            choices each, five priorities, under device limits of every kind. (`perf/features.py`)
+        """)
+        yield ""
+        rows = []
+        for running in RUNNING:
+            plain, full = features[f"steady/{running}/plain"], features[f"steady/{running}/all"]
+            rows.append(
+                (f"{running}", seconds(plain), seconds(full), ratio(full, plain), f"{full / features[EMPTY]:.0f}")
+            )
+        yield from table(("running", "plain", "all features", "ratio", "/ empty call"), rows)
+        yield ""
+        plain, waiting, displace = (features[name] for name in ("steady/256/plain", "waiting/256", "displace/256"))
+        yield from paragraph(f"""
+            With 256 more requests waiting in five classes that age, a step at 256 takes {seconds(waiting)},
+            {ratio(waiting, plain)} of the plain one. A request of a higher class that takes the place of one of 256,
+            and its return: {seconds(displace)}, two steps included.
+        """)
+
+    def _prefix_cache(self) -> Iterator[str]:
+        prefix = self._files["prefix_cache"]
+        yield "## Finding a prompt in the prefix cache"
+        yield ""
+        yield from paragraph("""
+            A block of 16 tokens: hash, chain, and comparison of the tokens and the parent. Hot: the same prompt again.
+            Cold: one of 64 of 4080 tokens each. Beside a Python dict. (`perf/prefix_cache.py`)
+        """)
+        yield ""
+        yield from beside(
+            (f"a block, {side}", prefix, f"lookup/{side}", "lookup/bare_dict", "dict") for side in ("hot", "cold")
+        )
+
+    def _audit_share(self, pool: str) -> float:
+        audit = self._files["audit"]
+        return audit[f"audit/{pool}"] / (audit[f"step/{pool}"] * AUDIT_EVERY)
+
+    def _audit(self) -> Iterator[str]:
+        audit = self._files["audit"]
+        yield "## The audit"
+        yield ""
+        yield from paragraph(f"""
+            All private state derived anew, once in {AUDIT_EVERY} steps by default; its share is of steps that take no
+            time in the backend, and falls with every microsecond that they do. (`perf/audit.py`)
+        """)
+        yield ""
+        rows = (
+            (what, seconds(audit[f"audit/{pool}"]), seconds(audit[f"step/{pool}"]), f"{self._audit_share(pool):.1%}")
+            for pool, what in POOLS.items()
+        )
+        yield from table(("", "an audit", "a step", "share"), rows)
+
+    def _mock_kv(self) -> Iterator[str]:
+        mock = self._files["mock_kv"]
+        yield "## The mock that reads its KV back"
+        yield ""
+        yield from paragraph("""
+            A step of 64 sequences of about 1000 tokens, each read through its block table; beside the plain mock, and
+            numpy gathering the same blocks. (`perf/mock_kv.py`)
+        """)
+        yield ""
+        rows = (
+            ("with KV", mock, "step/kv", "step/bare_numpy", "numpy"),
+            ("without", mock, "step/plain", "step/bare_numpy", "numpy"),
+        )
+        yield from beside(rows)
 
     def _kernel_call(self) -> Iterator[str]:
         call = self._files["kernel_call"]

@@ -13,6 +13,10 @@ DIRECTORY = Path(__file__).with_name("results")
 NAMES = (
     "kernel_call",
     "scheduler_step",
+    "features",
+    "prefix_cache",
+    "audit",
+    "mock_kv",
     "lane_hand_off",
     "slot_publish_collect",
     "wake_up",
@@ -65,9 +69,9 @@ def publish(measured: Path, name: str, measured_commit: str, directory: Path = D
 
 
 def commit() -> str:
-    """The commit that is measured; "-dirty" if anything but the results themselves differs from it."""
+    """The commit that is measured; "-dirty" if anything differs from it but the results and their page."""
     revision = _git("rev-parse", "--short=10", "HEAD")
-    elsewhere = (":/", ":!results", ":(top,exclude)BENCHMARKS.md")
+    elsewhere = (":/", ":!results", ":!results.py", ":!render.py", ":!README.md", ":(top,exclude)BENCHMARKS.md")
     changes = _git("status", "--porcelain", "--untracked-files=no", "--", *elsewhere)
     return (revision or "unknown") + ("-dirty" if changes else "")
 

@@ -1,6 +1,6 @@
 """Run the benchmarks and renew their result files and BENCHMARKS.md: `make bench`, or `python perf/run.py`.
 
-All of it takes a quarter of an hour on a machine that should do nothing else meanwhile. `--only` renews some;
+All of it takes half an hour on a machine that should do nothing else meanwhile. `--only` renews some;
 `--fast` gives figures to look at, which are not for committing.
 """
 
