@@ -75,17 +75,17 @@ METRIC_COPIED = layout.word(layout.METRICS, "copied_blocks")
 
 
 @inline
-def append_tokens(state, shared, sequence, cursor, count, reason, stride, eos):
+def append_tokens(state, shared, sequence, cursor, count, reason):
     """Append `count` emitted tokens from place `cursor` on, up to the sequence's end. Returns (produced, reason)."""
     fields = sequence * SEQUENCE_WORDS
     produced = state.sequences[fields + PRODUCED]
     limit = state.sequences[fields + MAX_NEW]
-    out = sequence * stride + state.sequences[fields + PROMPT]
+    out = sequence * shared.header[TOKEN_ROW_TOKENS] + state.sequences[fields + PROMPT]
     for token_index in range(cursor, cursor + count):
         token = state.output_tokens[token_index]
         shared.tokens[out + produced] = token
         produced += 1
-        if token == eos and state.sequences[fields + SEQ_FLAGS] & layout.FLAG_IGNORE_EOS == 0:
+        if token == state.header[EOS_TOKEN_ID] and state.sequences[fields + SEQ_FLAGS] & layout.FLAG_IGNORE_EOS == 0:
             return produced, layout.FINISH_STOP
         if produced == limit:
             return produced, layout.FINISH_LENGTH
@@ -97,12 +97,12 @@ AHEAD = 8
 
 
 @inline
-def prefetch_row(state, shared, k, stride):
-    """Call for the lines of the segment that row `k` is to write; its token is the only one in its page."""
+def prefetch_row(state, shared, k):
+    """Call for the lines of the segment that row `k` is to write. Token rows are long: each is in a page of its own."""
     row = k * ROW_WORDS
     sequence = state.rows[row + ROW_SEQUENCE]
-    place = sequence * stride + state.rows[row + ROW_PROMPT] + state.rows[row + ROW_PRODUCED]
-    prefetch_for_write(shared.tokens, place)
+    context = state.rows[row + ROW_PROMPT] + state.rows[row + ROW_PRODUCED]
+    prefetch_for_write(shared.tokens, sequence * shared.header[TOKEN_ROW_TOKENS] + context)
     prefetch_for_write(shared.slots, sequence * SLOT_WORDS + PUBLISHED)
 
 
@@ -215,20 +215,18 @@ def commit(state_address, segment_address):
         shared.metrics[METRIC_COPIED] += state.header[COPY_COUNT]
         drop_sources(state)
     shared_from = shares_from(state)
-    stride = shared.header[TOKEN_ROW_TOKENS]
-    eos = state.header[EOS_TOKEN_ID]
     cursor = 0
     generated = 0
     finished = 0
     for k in range(rows):
         if k + AHEAD < rows:
-            prefetch_row(state, shared, k + AHEAD, stride)
+            prefetch_row(state, shared, k + AHEAD)
         row = k * ROW_WORDS
         sequence = state.rows[row + ROW_SEQUENCE]
         fields = sequence * SEQUENCE_WORDS
         count = state.output_counts[k]
         before = state.sequences[fields + PRODUCED]
-        produced, reason = append_tokens(state, shared, sequence, cursor, count, state.output_finish[k], stride, eos)
+        produced, reason = append_tokens(state, shared, sequence, cursor, count, state.output_finish[k])
         cursor += count
         generated += produced - before
         state.sequences[fields + PRODUCED] = produced

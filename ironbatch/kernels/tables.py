@@ -91,8 +91,13 @@ def prefetch_for_write(typing_context: Any, table: Any, index: Any) -> Any:
     """Call for the cache line of table[index], which is to be written soon. Nothing happens but that.
 
     A processor carries out stores in order, so each waits for its line; that takes longest where every line is in a
-    page of its own. (LLVM language reference, "llvm.prefetch")
+    page of its own. `table` is a pointer, or a flat, C-contiguous array; an index outside it does no harm. (LLVM
+    language reference, "llvm.prefetch")
     """
+    is_array = isinstance(table, types.Array) and table.ndim == 1 and table.layout == "C"
+    is_table = is_array or table is INT32_TABLE or isinstance(table, types.CPointer)
+    if not (is_table and isinstance(index, types.Integer)):
+        return None
     signature = types.void(table, types.intp)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

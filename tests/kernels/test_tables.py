@@ -79,3 +79,13 @@ def test_index_of_another_type_is_refused(index: object) -> None:
 
     with pytest.raises(TypingError):
         read(np.zeros(4, np.int32).ctypes.data, index)
+
+
+@pytest.mark.parametrize(("table", "index"), [(np.zeros(4), 1.5), (np.zeros((2, 2)), 0), (3, 0), ((1, 2), 0)])
+def test_prefetch_of_what_is_no_table_is_refused(table: object, index: object) -> None:
+    @njit
+    def prefetch(table: object, index: object) -> None:
+        prefetch_for_write(table, index)
+
+    with pytest.raises(TypingError):
+        prefetch(table, index)

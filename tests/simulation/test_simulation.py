@@ -15,7 +15,7 @@ import random
 import secrets
 import select
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -341,12 +341,12 @@ def test_what_is_read_back_from_the_kv_cache_is_what_was_written(seed: int) -> N
     simulate(READ_BACK, seed)
 
 
-@pytest.mark.parametrize("scenario", [ALL_EVENTS, READ_BACK], ids=["without KV", "with KV"])
-def test_the_long_runs_see_every_event(scenario: Scenario) -> None:
+@pytest.mark.parametrize(("scenario", "few"), [(ALL_EVENTS, 10), (READ_BACK, 2)], ids=["without KV", "with KV"])
+def test_the_long_runs_see_every_event(scenario: Scenario, few: int) -> None:
     """With one seed: how often the rarer events come differs tenfold from seed to seed."""
-    counts = simulate(replace(scenario, requests=3_000), seed=1).counts
+    counts = simulate(scenario, seed=1).counts
     for event in EVENTS:
-        assert counts[event] > 2, f"this run has hardly tested {event}"
+        assert counts[event] > few, f"this run has hardly tested {event}"
 
 
 VARIATIONS = {
