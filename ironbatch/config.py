@@ -142,6 +142,12 @@ class Config:
     audit_every: int = _whole(
         2048, limits.AUDIT_EVERY, "STEPS", "check all of the scheduler's state every so many steps; 0: never"
     )
+    scheduler_timeout_s: int = _whole(
+        10,
+        limits.SCHEDULER_TIMEOUT_S,
+        "SECONDS",
+        "seconds without progress, beyond the backend's longest step, after which the scheduler is replaced; 0: never",
+    )
     max_model_len: int = _whole(8192, limits.MAX_MODEL_LEN, "TOKENS", "longest sequence, prompt and output together")
     max_body_bytes: int = _whole(
         limits.MAX_BODY_BYTES_DEFAULT,

@@ -16,6 +16,11 @@ def health_problem(header: Any, now_ns: int) -> str | None:
     """
     if header["draining"]:
         return "the engine is shutting down"
+    if header["device_hung"]:
+        return (
+            f"device hung: the scheduler (process {header['scheduler_pid']}) was killed and does not end, being in a"
+            " call to its device that cannot be interrupted"
+        )
     if not header["scheduler_ready"]:
         return f"the scheduler is starting, or opens its backend (start {header['epoch']}); the server's log says more"
     return progress_problem(header, now_ns)

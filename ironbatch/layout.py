@@ -1,6 +1,6 @@
 """Every dtype that processes share, declared once.
 
-One shared-memory segment holds a header and five tables: lanes, lane entries, slots, tokens and metrics.
+One shared-memory segment holds a header and six tables: lanes, lane entries, slots, tokens, the running and metrics.
 Configuration changes counts and offsets, never a dtype, so that a flag never costs a compilation.
 
 Rules that make the layout reviewable:
@@ -21,7 +21,10 @@ CACHE_LINE_BYTES = 64
 WORD_BYTES = 8
 
 MAGIC = 0x3148435441424E49  # "INBATCH1", little-endian
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 4
+FIRST_LOCKED_LAYOUT = 4
+"""Since this one a segment's creator holds a lock on its file (shm/stale.py); of an older one nobody can tell whether
+it lives."""
 
 LANE_ENTRIES_PER_SLOT = 4
 """A slot generation pushes at most a submission and a cancel, and the scheduler drains a whole lane in each step.
@@ -79,19 +82,27 @@ HEADER = _table(
         ("metrics_offset", "<i8"),
         ("max_request_tokens", "<i8"),
         ("created_ns", "<i8"),
+        ("running_offset", "<i8"),
     ),
     # The supervisor.
-    (("epoch", "<i8"), ("draining", "<i8")),
-    # The scheduler: what /health reads.
+    (
+        ("epoch", "<i8"),  # counts the schedulers
+        ("draining", "<i8"),
+        ("device_hung", "<i8"),  # a scheduler that was killed does not die
+    ),
+    # The scheduler: what /health reads, and what its successor asks if it dies.
     (
         ("heartbeat_ns", "<i8"),
         ("scheduler_ready", "<i8"),
         ("step_started_ns", "<i8"),
-        ("in_device_call", "<i8"),
+        ("in_device_call", "<i8"),  # from a plan with rows to the end of its commit
         ("longest_step_ns", "<i8"),
         ("scheduler_pid", "<i8"),
         ("longest_request_tokens", "<i8"),  # with the device's limits; `max_request_tokens` is without
         ("most_choices", "<i8"),  # sequences that can be admitted at once
+        ("listed_epoch", "<i8"),  # of the scheduler that has written the table of the running
+        ("listed_count", "<i8"),  # its entries
+        ("in_quarantine", "<i8"),  # one sequence runs alone, as a suspect
     ),
     # The scheduler sets it before it sleeps; whoever rings its doorbell exchanges it for 0.
     (("scheduler_sleeping", "<i8"),),
@@ -142,7 +153,12 @@ SLOT = _table(
         ("salt_b", "<i8"),
     ),
     # The scheduler. `published` is one word, stored once per step: generation << 32 | finish reason << 24 | produced.
-    (("published", "<i8"), ("error_code", "<i8"), ("preemptions", "<i8")),
+    (
+        ("published", "<i8"),
+        ("error_code", "<i8"),
+        ("preemptions", "<i8"),
+        ("suspicion", "<i8"),  # deaths of schedulers that were computing it; see below
+    ),
     # The scheduler: how the request fared, complete when its end is published.
     (
         ("admitted_generation", "<i8"),  # whose generation has been admitted; the other words are that one's
@@ -240,12 +256,14 @@ ERROR_LOST = 2
 ERROR_REQUEST = 3
 ERROR_INVALID = 4
 ERROR_NO_BLOCKS = 5
+ERROR_POISON = 6
 ERROR_MESSAGES = {
     ERROR_BACKEND: "the backend failed while it computed this request; the server's log says why",
     ERROR_LOST: "the engine restarted, and this backend cannot continue a sequence that it has begun; send it again",
     ERROR_REQUEST: "the backend refused this request; the server's log says why",
     ERROR_INVALID: "the request reached the scheduler with values outside the engine's limits",
     ERROR_NO_BLOCKS: "the request ran alone and outgrew the KV pool; the server's log says more",
+    ERROR_POISON: "the scheduler died again and again while it computed this request, at last twice with it alone",
 }
 
 # The published word.
@@ -253,6 +271,13 @@ PUBLISHED_GENERATION_SHIFT = 32
 PUBLISHED_REASON_SHIFT = 24
 PUBLISHED_PRODUCED_MASK = (1 << PUBLISHED_REASON_SHIFT) - 1
 GENERATION_MASK = (1 << 31) - 1  # generations stay positive in a signed word
+
+# The suspicion word: epoch of the last death counted << 32 | produced tokens then << 8 | deaths while it ran alone << 4
+# | deaths while it ran with others. One word, so that a death is counted once, whoever dies while it is being counted.
+SUSPICION_EPOCH_SHIFT = 32
+SUSPICION_PRODUCED_SHIFT = 8
+SUSPICION_ALONE_SHIFT = 4
+SUSPICION_DEATHS_MASK = 15
 
 # The owner word: lane generation << 16 | lane + 1; 0 means free.
 OWNER_LANE_BITS = 16
@@ -271,6 +296,7 @@ class Offsets(NamedTuple):
     entries: int
     slots: int
     tokens: int
+    running: int
     metrics: int
     total: int
 
@@ -289,14 +315,20 @@ def token_row_tokens(max_model_len: int) -> int:
     return cache_lines * CACHE_LINE_BYTES // TOKEN_BYTES
 
 
+def running_bytes(num_slots: int) -> int:
+    """Length of the table of the running in bytes: an int32 for each slot, in whole cache lines."""
+    return -(-num_slots * 4 // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+
+
 def offsets(*, num_slots: int, num_lanes: int, max_model_len: int) -> Offsets:
     """Place the tables one behind the other; all sizes are multiples of a cache line."""
     lanes = HEADER.itemsize
     entries = lanes + num_lanes * LANE.itemsize
     slots = entries + num_lanes * lane_entries(num_slots) * LANE_ENTRY.itemsize
     tokens = slots + num_slots * SLOT.itemsize
-    metrics = tokens + num_slots * token_row_tokens(max_model_len) * TOKEN_BYTES
-    return Offsets(lanes, entries, slots, tokens, metrics, metrics + (1 + num_lanes) * METRICS.itemsize)
+    running = tokens + num_slots * token_row_tokens(max_model_len) * TOKEN_BYTES
+    metrics = running + running_bytes(num_slots)
+    return Offsets(lanes, entries, slots, tokens, running, metrics, metrics + (1 + num_lanes) * METRICS.itemsize)
 
 
 def segment_bytes(*, num_slots: int, num_lanes: int, max_model_len: int) -> int:
@@ -304,5 +336,5 @@ def segment_bytes(*, num_slots: int, num_lanes: int, max_model_len: int) -> int:
     return offsets(num_slots=num_slots, num_lanes=num_lanes, max_model_len=max_model_len).total
 
 
-for _dtype, _bytes in ((HEADER, 320), (LANE, 320), (LANE_ENTRY, 16), (SLOT, 320), (METRICS, 320 + 2 * 8 * 896)):
+for _dtype, _bytes in ((HEADER, 384), (LANE, 320), (LANE_ENTRY, 16), (SLOT, 320), (METRICS, 320 + 2 * 8 * 896)):
     assert _dtype.itemsize == _bytes, f"layout changed: {_dtype.names} has {_dtype.itemsize} bytes, not {_bytes}"

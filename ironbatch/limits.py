@@ -80,6 +80,7 @@ MAX_BATCH_TOKENS: Final = Bound(1, 1_048_576)
 MAX_RUNNING_SEQS: Final = Bound(1, 65_536)
 MAX_SLOTS: Final = 1_048_576
 AUDIT_EVERY: Final = Bound(0, 1_000_000_000)  # steps
+SCHEDULER_TIMEOUT_S: Final = Bound(0, 86_400)
 MAX_TOKENS_PER_STEP: Final = Bound(1, 1024)  # that a backend may emit for one sequence
 MAX_QUEUED_REQUESTS: Final = Bound(0, MAX_SLOTS - MAX_RUNNING_SEQS.low)
 

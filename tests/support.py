@@ -264,6 +264,7 @@ class SmallEngine:
 
     def start_scheduler(self) -> int:
         """A new scheduler on the same segment, as after the death of the one before. Returns how many wait."""
+        self.segment.header["epoch"] += 1  # as its keeper does
         self.backend = self._make_backend(self.config)
         self.scheduler = Scheduler(self.config, self.segment, self.bells, self.backend, self.clock)
         return self.scheduler.open()
@@ -280,6 +281,9 @@ class SmallEngine:
     def check(self) -> None:
         violation = audit(self.scheduler.arena.address, self.segment.address, self._scratch)
         assert violation == SOUND, VIOLATIONS[violation]
+        if not self.gauge("running_changed"):
+            listed = self.segment.running[: int(self.segment.header["listed_count"])].tolist()
+            assert sorted(listed) == sorted(self.running()), "a successor would suspect others than those that ran"
 
     def run(self, *workers: FakeWorker, most_steps: int = 10_000) -> int:
         """Step until nothing is left to do; the workers collect after each. Returns the number of steps."""

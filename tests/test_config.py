@@ -45,6 +45,7 @@ WHOLE_NUMBERS = [
     WholeNumber("--max-queued-requests", 512, 0, MILLION - 1, (("max_running_seqs", "1"),)),
     WholeNumber("--priority-aging-s", 10, 0, 86_400),
     WholeNumber("--audit-every", 2048, 0, 10**9),
+    WholeNumber("--scheduler-timeout-s", 10, 0, 86_400),
     WholeNumber("--max-model-len", 8192, 2, MILLION),
     WholeNumber("--max-body-bytes", 8 * MILLION, 1024, 1024 * MILLION),
     WholeNumber("--seed", 0, 0, 2**63 - 1),

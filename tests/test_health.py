@@ -51,6 +51,15 @@ def test_every_combination(draining: int, ready: int, has_beaten: int, is_late: 
         assert problem == f"the scheduler has made no progress for {silent_s} s, {where}"
 
 
+@pytest.mark.parametrize(("ready", "is_late"), list(itertools.product([0, 1], repeat=2)))
+def test_a_device_that_hangs_is_called_so(ready: int, is_late: int) -> None:
+    late_ns = (LONGEST_NS + HEALTH_GRACE_NS + 1) * is_late
+    header = a_header(device_hung=1, scheduler_ready=ready, heartbeat_ns=NOW_NS - late_ns, scheduler_pid=4711)
+    problem = health_problem(header, NOW_NS)
+    assert problem is not None
+    assert problem.startswith("device hung: the scheduler (process 4711) was killed and does not end")
+
+
 @pytest.mark.parametrize("longest_ns", [0, 1, LONGEST_NS, 3_600 * NS_PER_S])
 def test_a_step_may_take_as_long_as_its_backend_says_and_a_grace(longest_ns: int) -> None:
     last = NOW_NS - longest_ns - HEALTH_GRACE_NS

@@ -43,10 +43,11 @@ WRITERS: dict[str, dict[str, str]] = {
                 "metrics_offset",
                 "max_request_tokens",
                 "created_ns",
+                "running_offset",
             ],
             CREATOR,
         ),
-        **dict.fromkeys(["epoch", "draining"], SUPERVISOR),
+        **dict.fromkeys(["epoch", "draining", "device_hung"], SUPERVISOR),
         **dict.fromkeys(
             [
                 "heartbeat_ns",
@@ -57,6 +58,9 @@ WRITERS: dict[str, dict[str, str]] = {
                 "scheduler_pid",
                 "longest_request_tokens",
                 "most_choices",
+                "listed_epoch",
+                "listed_count",
+                "in_quarantine",
             ],
             SCHEDULER,
         ),
@@ -99,6 +103,7 @@ WRITERS: dict[str, dict[str, str]] = {
                 "published",
                 "error_code",
                 "preemptions",
+                "suspicion",
                 "admitted_generation",
                 "cached_tokens",
                 *(f"waited_{reason}_ns" for reason in layout.WAIT_REASONS),
@@ -223,6 +228,7 @@ def test_tables_follow_each_other_without_overlap(sizes: dict[str, int]) -> None
         (where.entries, lanes * layout.lane_entries(slots) * layout.LANE_ENTRY.itemsize),
         (where.slots, slots * layout.SLOT.itemsize),
         (where.tokens, slots * layout.token_row_tokens(longest) * layout.TOKEN_BYTES),
+        (where.running, layout.running_bytes(slots)),
         (where.metrics, (1 + lanes) * layout.METRICS.itemsize),
         (where.total, 0),
     ]
@@ -244,6 +250,20 @@ def test_a_token_row_holds_the_longest_sequence_in_whole_lines(max_model_len: in
     row_bytes = layout.token_row_tokens(max_model_len) * layout.TOKEN_BYTES
     assert row_bytes % layout.CACHE_LINE_BYTES == 0
     assert max_model_len * layout.TOKEN_BYTES <= row_bytes < max_model_len * layout.TOKEN_BYTES + 2 * 64 + 1
+
+
+@given(st.integers(1, limits.MAX_SLOTS))
+def test_the_table_of_the_running_holds_every_slot_in_whole_lines(num_slots: int) -> None:
+    length = layout.running_bytes(num_slots)
+    assert length % layout.CACHE_LINE_BYTES == 0
+    assert 4 * num_slots <= length < 4 * num_slots + layout.CACHE_LINE_BYTES
+
+
+def test_a_suspicion_holds_the_longest_sequence_and_each_count() -> None:
+    produced_bits = layout.SUSPICION_EPOCH_SHIFT - layout.SUSPICION_PRODUCED_SHIFT
+    assert (1 << produced_bits) - 1 == layout.PUBLISHED_PRODUCED_MASK
+    assert (1 << layout.SUSPICION_ALONE_SHIFT) - 1 == layout.SUSPICION_DEATHS_MASK
+    assert layout.SUSPICION_DEATHS_MASK << layout.SUSPICION_ALONE_SHIFT < 1 << layout.SUSPICION_PRODUCED_SHIFT
 
 
 @pytest.mark.parametrize("max_model_len", [2**k for k in range(4, 21)])
@@ -275,6 +295,7 @@ def test_what_the_configuration_estimates_is_near_the_truth(
     rest = (1 + config.num_lanes) * (layout.METRICS.itemsize + layout.LANE.itemsize)
     rest += config.num_lanes * layout.lane_entries(config.num_slots) * layout.LANE_ENTRY.itemsize
     estimate = limits.approximate_segment_bytes(config.num_slots, config.max_model_len)
+    rest += layout.running_bytes(config.num_slots)
     padding = 2 * layout.CACHE_LINE_BYTES * config.num_slots
     assert estimate <= exact <= estimate + padding + rest + layout.HEADER.itemsize
 

@@ -127,6 +127,7 @@ class StateArena:
         self.header["index_mask"] = self.index_buckets - 1
         self.header["free_count"] = g.num_blocks
         self.header["next_uid"] = 1
+        self.header["running_changed"] = 1  # what stands in the segment is a predecessor's
         self.header["next_aging_ns"] = np.iinfo(np.int64).max
         for name in ("oldest", "newest", "blocked_sequence", "denied_sequence"):
             self.header[name] = NOBODY

@@ -51,6 +51,7 @@ from ironbatch.kernels.state import (
     PLAN_TOKENS,
     PREFIX_CACHE,
     ROW_COUNT,
+    RUNNING_CHANGED,
     RUNNING_COUNT,
     TOKENS_PER_STEP,
     WAITING_COUNT,
@@ -150,6 +151,7 @@ def compact_running(state):
             state.running[kept] = sequence
             kept += 1
     state.header[RUNNING_COUNT] = kept
+    state.header[RUNNING_CHANGED] = 1
 
 
 @inline
@@ -251,13 +253,15 @@ def commit(state_address, segment_address):
     if finished > 0:
         compact_running(state)
     state.header[ROW_COUNT] = 0
-    shared.header[IN_DEVICE_CALL] = 0
     shared.metrics[METRIC_STEPS] += 1
     shared.metrics[METRIC_TOKENS] += generated
     shared.metrics[METRIC_DECODE] += state.header[PLAN_DECODES]
     shared.metrics[METRIC_PREFILL] += state.header[PLAN_TOKENS] - state.header[PLAN_DECODES]
     set_gauges(state, shared)
-    return gather_wakes(state, shared)
+    count = gather_wakes(state, shared)
+    # Until here a death is one of those that the plan's sequences may have caused (kernels/suspects.py).
+    store_release(shared.header, IN_DEVICE_CALL, 0)
+    return count
 
 
 @kernel("int64(intp, intp)")

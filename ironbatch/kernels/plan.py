@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ironbatch import layout
 from ironbatch.kernels.admission import admit, missing_place, try_blocks
+from ironbatch.kernels.atomics import store_release
 from ironbatch.kernels.blocks import available_blocks, blocks_for, grow_blocks
 from ironbatch.kernels.forks import plan_copies, waits_for_parent
 from ironbatch.kernels.jit import inline, kernel, subroutine
@@ -32,7 +33,10 @@ from ironbatch.kernels.records import (
     SEQUENCE_WORDS,
 )
 from ironbatch.kernels.shared import (
+    EPOCH,
     IN_DEVICE_CALL,
+    LISTED_COUNT,
+    LISTED_EPOCH,
     STEP_STARTED_NS,
     TOKEN_ROW_TOKENS,
     open_shared,
@@ -55,6 +59,7 @@ from ironbatch.kernels.state import (
     PREEMPTED_COUNT,
     PREFILL_ROW_LIMIT,
     ROW_COUNT,
+    RUNNING_CHANGED,
     RUNNING_COUNT,
     TOKENS_PER_STEP,
     WAIT_REASON,
@@ -200,6 +205,17 @@ def begin_plan(state, now_ns):
         age_waiting(state, now_ns)
 
 
+@subroutine
+def list_running(state, shared):
+    """Write down in the segment who runs, for the case that their computing kills this scheduler."""
+    count = state.header[RUNNING_COUNT]
+    for k in range(count):
+        shared.running[k] = state.running[k]
+    shared.header[LISTED_COUNT] = count
+    shared.header[LISTED_EPOCH] = shared.header[EPOCH]
+    state.header[RUNNING_CHANGED] = 0
+
+
 TURNS = 3
 """A device that does not mix: if there is nothing for one kind, the other; and the first again, since decodes that have
 all given way have made room for it."""
@@ -228,8 +244,10 @@ def plan(state_address, segment_address, now_ns):
             break
         takes_chunks, takes_decodes = takes_decodes, takes_chunks
     count = header[ROW_COUNT]
+    if header[RUNNING_CHANGED] != 0:
+        list_running(state, shared)
     shared.header[STEP_STARTED_NS] = now_ns
-    shared.header[IN_DEVICE_CALL] = 1 if count > 0 else 0
+    store_release(shared.header, IN_DEVICE_CALL, 1 if count > 0 else 0)
     return count
 
 

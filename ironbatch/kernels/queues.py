@@ -27,6 +27,7 @@ from ironbatch.kernels.state import (
     DENIED_SEQUENCE,
     FORGET_COUNT,
     NEXT_AGING_NS,
+    RUNNING_CHANGED,
     RUNNING_COUNT,
     WAITING_COUNT,
 )
@@ -161,6 +162,7 @@ def insert_running(state, sequence):
     state.running[k] = sequence
     state.sequences[sequence * SEQUENCE_WORDS + STATUS] = STATUS_RUNNING
     state.header[RUNNING_COUNT] += 1
+    state.header[RUNNING_CHANGED] = 1
 
 
 @subroutine
@@ -173,6 +175,7 @@ def remove_running(state, sequence):
             state.running[kept] = state.running[k]
             kept += 1
     state.header[RUNNING_COUNT] = kept
+    state.header[RUNNING_CHANGED] = 1
     state.sequences[sequence * SEQUENCE_WORDS + STATUS] = STATUS_NONE
 
 

@@ -40,8 +40,6 @@ from ironbatch.kernels.shared import (
 from ironbatch.kernels.state import ROW_COUNT, RUNNING_COUNT, WAIT_REASON, WAITING_COUNT, open_state
 from ironbatch.kernels.waits import advance_clocks
 
-METRIC_STARTS = layout.word(layout.METRICS, "scheduler_starts")
-
 
 @inline
 def is_held_by_the_living(shared, owner):
@@ -91,7 +89,15 @@ def sort_by_arrival(slots, shared, count):
 
 
 @inline
-def gather_live(state, shared, slots):
+def produced_before(shared, slot):
+    """Tokens that the slot's present request has published."""
+    published = shared.slots[slot * SLOT_WORDS + PUBLISHED]
+    is_present = published_generation(published) == shared.slots[slot * SLOT_WORDS + GENERATION]
+    return published_produced(published) if is_present else 0
+
+
+@subroutine
+def gather_live(shared, slots):
     """List in `slots` whose stream may go on. Slots of the dead are freed, those that are over or claimed are left."""
     count = 0
     for slot in range(shared.header[NUM_SLOTS]):
@@ -111,31 +117,42 @@ def gather_live(state, shared, slots):
     return count
 
 
-@kernel("int64(intp, intp, int64, int64)")
-def rebuild(state_address, segment_address, resumable, now_ns):
+@kernel("int64(intp, intp)")
+def end_begun(state_address, segment_address):
+    """For a new scheduler whose backend is not resumable: end whoever has published tokens. Returns how many."""
+    state = open_state(state_address)
+    shared = open_shared(segment_address)
+    slots = state.forget  # as in `rebuild`
+    ended = 0
+    for k in range(gather_live(shared, slots)):
+        slot = slots[k]
+        row = slot * SLOT_WORDS
+        produced = produced_before(shared, slot)
+        if produced > 0 and load_acquire(shared.slots, row + CANCELLED) != shared.slots[row + GENERATION]:
+            publish_end(state, shared, slot, produced, layout.FINISH_ERROR, layout.ERROR_LOST)
+            ended += 1
+    return ended
+
+
+@kernel("int64(intp, intp, int64)")
+def rebuild(state_address, segment_address, now_ns):
     """Fill an empty state from the segment: every live slot waits as if it had just been preempted.
 
-    With `resumable` 0 a sequence that has published tokens ends with an error, since its backend cannot continue it.
     Returns the number of sequences that wait.
     """
     state = open_state(state_address)
     shared = open_shared(segment_address)
     shared.header[IN_DEVICE_CALL] = 0
-    shared.metrics[METRIC_STARTS] += 1
     advance_clocks(state, now_ns)
     slots = state.forget  # nothing is to be forgotten yet, so its memory serves as a list
-    count = gather_live(state, shared, slots)
+    count = gather_live(shared, slots)
     sort_by_arrival(slots, shared, count)
     for k in range(count):
         slot = slots[k]
         row = slot * SLOT_WORDS
-        generation = shared.slots[row + GENERATION]
-        published = shared.slots[row + PUBLISHED]
-        produced = published_produced(published) if published_generation(published) == generation else 0
-        if load_acquire(shared.slots, row + CANCELLED) == generation:
+        produced = produced_before(shared, slot)
+        if load_acquire(shared.slots, row + CANCELLED) == shared.slots[row + GENERATION]:
             publish_end(state, shared, slot, produced, layout.FINISH_CANCELLED, layout.ERROR_NONE)
-        elif produced > 0 and resumable == 0:
-            publish_end(state, shared, slot, produced, layout.FINISH_ERROR, layout.ERROR_LOST)
         else:
             accept(state, shared, slot, produced)
     return state.header[WAITING_COUNT]
@@ -169,7 +186,7 @@ def end_plan(state_address, segment_address, error_code):
 
 @kernel("int64(intp, intp, int64)")
 def preempt_all(state_address, segment_address, resumable):
-    """The backend has lost all its state: preempt whoever runs. As in `rebuild`, who has begun may have to end.
+    """The backend has lost all its state: preempt whoever runs. With `resumable` 0, end whoever has begun instead.
 
     Returns how many ran.
     """

@@ -26,10 +26,15 @@ LANES_OFFSET = layout.word(layout.HEADER, "lanes_offset")
 ENTRIES_OFFSET = layout.word(layout.HEADER, "entries_offset")
 SLOTS_OFFSET = layout.word(layout.HEADER, "slots_offset")
 TOKENS_OFFSET = layout.word(layout.HEADER, "tokens_offset")
+RUNNING_OFFSET = layout.word(layout.HEADER, "running_offset")
 METRICS_OFFSET = layout.word(layout.HEADER, "metrics_offset")
+EPOCH = layout.word(layout.HEADER, "epoch")
 HEARTBEAT_NS = layout.word(layout.HEADER, "heartbeat_ns")
 STEP_STARTED_NS = layout.word(layout.HEADER, "step_started_ns")
 IN_DEVICE_CALL = layout.word(layout.HEADER, "in_device_call")
+LISTED_EPOCH = layout.word(layout.HEADER, "listed_epoch")
+LISTED_COUNT = layout.word(layout.HEADER, "listed_count")
+IN_QUARANTINE = layout.word(layout.HEADER, "in_quarantine")
 SCHEDULER_SLEEPING = layout.word(layout.HEADER, "scheduler_sleeping")
 
 TAIL = layout.word(layout.LANE, "tail")
@@ -57,6 +62,7 @@ SALT_B = layout.word(layout.SLOT, "salt_b")
 PUBLISHED = layout.word(layout.SLOT, "published")
 ERROR_CODE = layout.word(layout.SLOT, "error_code")
 SLOT_PREEMPTIONS = layout.word(layout.SLOT, "preemptions")
+SUSPICION = layout.word(layout.SLOT, "suspicion")
 ADMITTED_GENERATION = layout.word(layout.SLOT, "admitted_generation")
 CACHED_TOKENS = layout.word(layout.SLOT, "cached_tokens")
 WAITED_NS = layout.word(layout.SLOT, "waited_step_ns")  # and the other reasons behind it
@@ -68,13 +74,14 @@ CHUNKS_DELIVERED = layout.word(layout.METRICS, "chunks_delivered")
 
 
 class Shared(NamedTuple):
-    """Tables of one segment: int64 but for `tokens`, which is int32. A row is found by `index * ROW_WORDS`."""
+    """Tables of one segment: int64 but for `tokens` and `running`, int32. A row is found by `index * ROW_WORDS`."""
 
     header: Any
     lanes: Any
     entries: Any
     slots: Any
     tokens: Any
+    running: Any
     metrics: Any
 
 
@@ -90,6 +97,7 @@ def open_shared(address):
         word_table(address + header[ENTRIES_OFFSET], num_lanes * header[LANE_ENTRIES] * ENTRY_WORDS),
         word_table(address + header[SLOTS_OFFSET], num_slots * SLOT_WORDS),
         int32_table(address + header[TOKENS_OFFSET], num_slots * header[TOKEN_ROW_TOKENS]),
+        int32_table(address + header[RUNNING_OFFSET], num_slots),
         word_table(address + header[METRICS_OFFSET], (1 + num_lanes) * METRICS_WORDS),
     )
 

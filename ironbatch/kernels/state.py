@@ -64,6 +64,7 @@ _HEADER_FIELDS = (
     "preempted_count",  # of the last plan: by growth
     "displaced_count",  # of the last plan: by a higher class
     "admitted_count",  # of the last plan
+    "running_changed",  # 1: the running set is not as it stands in the segment
     "outgrown_count",  # sequences that ran alone and found no block; the step logs them
     "plan_tokens",  # of the last plan
     "plan_decodes",  # of them, those of decodes; the rest is prefill
@@ -164,6 +165,7 @@ WAKE_COUNT = _header_word("wake_count")
 PREEMPTED_COUNT = _header_word("preempted_count")
 DISPLACED_COUNT = _header_word("displaced_count")
 ADMITTED_COUNT = _header_word("admitted_count")
+RUNNING_CHANGED = _header_word("running_changed")
 OUTGROWN_COUNT = _header_word("outgrown_count")
 PLAN_TOKENS = _header_word("plan_tokens")
 PLAN_DECODES = _header_word("plan_decodes")

@@ -16,6 +16,7 @@ from ironbatch.kernels.shared import (
     CACHED_TOKENS,
     SLOT_PREEMPTIONS,
     SLOT_WORDS,
+    SUSPICION,
     WAITED_NS,
 )
 from ironbatch.kernels.state import WAIT_CLOCK_NS, WAIT_NS, WAIT_REASON
@@ -57,6 +58,7 @@ def end_wait(state, shared, sequence):
         shared.slots[slot + ADMITTED_GENERATION] = generation
         shared.slots[slot + CACHED_TOKENS] = 0
         shared.slots[slot + SLOT_PREEMPTIONS] = 0
+        shared.slots[slot + SUSPICION] = 0
         for reason in range(REASONS):
             shared.slots[slot + WAITED_NS + reason] = 0
         hand_over_ns = max(state.waits[wait + WAIT_SINCE] - shared.slots[slot + ARRIVAL_NS], 0)

@@ -9,6 +9,7 @@ import time
 
 from ironbatch.clock import MonotonicClock
 from ironbatch.config import Config
+from ironbatch.scheduler.heart_watch import HeartWatch
 from ironbatch.shm.engine import Engine
 
 _log = logging.getLogger("ironbatch.supervisor")
@@ -24,6 +25,11 @@ STORM_DELAY_S = 0.4
 STOP_S = 2.0
 REAP_POLL_S = 0.005
 
+HUNG_S = 0.5
+"""Whoever is killed and does not end within this time is in a system call that cannot be interrupted."""
+
+NS_PER_S = 1_000_000_000
+
 
 def restart_delay_s(short_lives: int) -> float:
     """How long to wait after `short_lives` schedulers in a row have died young: not at all after the first."""
@@ -34,6 +40,8 @@ def restart_delay_s(short_lives: int) -> float:
 
 class SchedulerKeeper:
     """Never two schedulers: the next is forked only after the last was reaped.
+
+    Nothing here waits for a scheduler to end, but `stop`, and that for a bounded time.
 
     `cannot_start` turns true when the first one says that a restart would not help.
     """
@@ -46,6 +54,8 @@ class SchedulerKeeper:
         self._started_ns = 0
         self._short_lives = 0
         self._restart_at_s: float | None = None
+        self._killed_at_s: float | None = None  # as hung, and not reaped yet
+        self._watch = HeartWatch(engine.segment.header, config.scheduler_timeout_s)
         self._has_served = False
         self.cannot_start = False
 
@@ -61,7 +71,7 @@ class SchedulerKeeper:
         """Whether `warm_up` will take long."""
         from ironbatch.kernels import jit  # noqa: PLC0415  numba's import; gunicorn starts meanwhile
 
-        last_ones = ["ironbatch.kernels.intake"] + ["ironbatch.kernels.mock_kv"] * self._config.mock_kv
+        last_ones = ["ironbatch.kernels.suspects"] + ["ironbatch.kernels.mock_kv"] * self._config.mock_kv
         return not all(map(jit.is_compiled, last_ones))
 
     def warm_up(self) -> None:
@@ -83,18 +93,25 @@ class SchedulerKeeper:
         clock = MonotonicClock()
         self._started_ns = clock.now_ns()
         self._pid = fork_scheduler(self._config, self._engine, clock)
+        self._watch.restart(self._started_s)
 
     def due_in_s(self) -> float | None:
         """Seconds until `look` has something to do whatever happens; None: only a SIGCHLD gives it something."""
-        return None if self._restart_at_s is None else max(self._restart_at_s - time.monotonic(), 0.0)
+        if self._restart_at_s is not None:
+            return max(self._restart_at_s - time.monotonic(), 0.0)
+        if not self._pid or not self._config.scheduler_timeout_s:
+            return None
+        return self._watch.look_every_s if self._killed_at_s is None else HUNG_S
 
     def look(self) -> None:
-        """Reap a dead scheduler, and start the next one if that is due."""
+        """Reap a dead scheduler, kill one that hangs, and start the next one if that is due."""
         if self._pid:
             pid, status = os.waitpid(self._pid, os.WNOHANG)
             if pid:
                 self._pid = 0
                 self._note_death(os.waitstatus_to_exitcode(status))
+            elif self._config.scheduler_timeout_s:
+                self._look_for_progress()
         if self._restart_at_s is None or time.monotonic() < self._restart_at_s:
             return
         try:
@@ -109,27 +126,67 @@ class SchedulerKeeper:
             return
         from ironbatch.scheduler.process import STOP_SIGNAL  # noqa: PLC0415  see warm_up
 
-        os.kill(self._pid, STOP_SIGNAL)
-        deadline_s = time.monotonic() + STOP_S
+        os.kill(self._pid, STOP_SIGNAL if self._killed_at_s is None else signal.SIGKILL)
+        if not self._ends_within(STOP_S):
+            os.kill(self._pid, signal.SIGKILL)
+            if not self._ends_within(STOP_S):
+                _log.error("the scheduler (process %d) was killed and does not end: its device hangs", self._pid)
+        self._pid = 0
+
+    def _ends_within(self, seconds: float) -> bool:
+        """Whether it could be reaped in that time."""
+        deadline_s = time.monotonic() + seconds
         while os.waitpid(self._pid, os.WNOHANG)[0] == 0:
             if time.monotonic() >= deadline_s:
-                os.kill(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
-                break
+                return False
             time.sleep(REAP_POLL_S)
-        self._pid = 0
+        return True
+
+    def _look_for_progress(self) -> None:
+        """Kill a scheduler that has made none for too long. It is reaped, like any other, before the next starts."""
+        header, now_s = self._engine.segment.header, time.monotonic()
+        if self._killed_at_s is not None:
+            if now_s - self._killed_at_s >= HUNG_S and not header["device_hung"]:
+                header["device_hung"] = 1
+                _log.error("the scheduler (process %d) was killed and does not end: its device hangs", self._pid)
+        elif not self._should_beat():
+            self._watch.restart(now_s)
+        else:
+            silent_s = self._watch.look(now_s)
+            longest_s = int(header["longest_step_ns"]) / NS_PER_S
+            if silent_s > longest_s + self._config.scheduler_timeout_s:
+                where = "in a call to its backend" if header["in_device_call"] else "outside its backend"
+                _log.error("the scheduler has made no progress for %.1f s, %s; it is killed", silent_s, where)
+                self._killed_at_s = now_s
+                os.kill(self._pid, signal.SIGKILL)
+
+    def _should_beat(self) -> bool:
+        """Whether the scheduler's heart should beat.
+
+        Not while it starts, or opens its backend anew, for that may take any time; unless it was stopped meanwhile.
+        """
+        if self._engine.segment.header["scheduler_ready"] and not self.is_starting:
+            return True
+        return os.waitid(os.P_PID, self._pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _note_death(self, exit_code: int) -> None:
         from ironbatch.scheduler.process import EXIT_START_FAILED  # noqa: PLC0415  see warm_up
 
         header = self._engine.segment.header
+        header["device_hung"] = 0
+        self._killed_at_s = None
         self._has_served |= bool(header["scheduler_ready"])
         if exit_code == EXIT_START_FAILED and not self._has_served:
             self.cannot_start = True
             return
-        lived_s = time.monotonic() - self._started_s
-        self._short_lives = 0 if lived_s >= STEADY_S else self._short_lives + 1
-        delay_s = restart_delay_s(self._short_lives)
+        if header["in_quarantine"] and header["in_device_call"]:
+            # It has told who killed it. Two such deaths end that sequence, and explain as many of those before.
+            self._short_lives = max(self._short_lives - 1, 0)
+            delay_s = 0.0
+        else:
+            lived_s = time.monotonic() - self._started_s
+            self._short_lives = 0 if lived_s >= STEADY_S else self._short_lives + 1
+            delay_s = restart_delay_s(self._short_lives)
         if delay_s >= STORM_DELAY_S:  # no client notices a death or two; a storm /health must tell of
             header["scheduler_ready"] = 0
         _log.error("the scheduler ended with %s; the next starts in %.1f s", _described(exit_code), delay_s)

@@ -79,6 +79,8 @@ def _main(config: Config, engine: Engine, clock: Clock) -> int:
     except StartError as problem:
         _log.error("%s", problem)
         return EXIT_START_FAILED
+    except AuditFailed as problem:
+        return _audit_failed(problem)
     except Exception:  # whatever a plug-in's start may raise
         _log.exception("backend %s cannot start", config.backend)
         return EXIT_START_FAILED
@@ -89,10 +91,15 @@ def _main(config: Config, engine: Engine, clock: Clock) -> int:
     try:
         _serve(scheduler, engine, stopping)
     except AuditFailed as problem:
-        _log.critical("audit failed: %s; a fresh scheduler takes over from the slots", problem)
-        return EXIT_AUDIT_FAILED  # the state is not to be touched again, nor the backend that it may have misled
+        return _audit_failed(problem)
     scheduler.close()
     return 0
+
+
+def _audit_failed(problem: AuditFailed) -> int:
+    """The state is not to be touched again, nor the backend that it may have misled."""
+    _log.critical("audit failed: %s; a fresh scheduler takes over from the slots", problem)
+    return EXIT_AUDIT_FAILED
 
 
 def _serve(scheduler: Scheduler, engine: Engine, stopping: Callable[[], bool]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
 from typing import NoReturn
 
 import numpy as np
@@ -19,10 +20,11 @@ from ironbatch.kernels.audit import audit
 from ironbatch.kernels.commit import INVALID_OUTPUT, announce, commit
 from ironbatch.kernels.intake import drain
 from ironbatch.kernels.plan import plan
-from ironbatch.kernels.recovery import end_one, end_plan, preempt_all, rebuild
+from ironbatch.kernels.recovery import end_begun, end_one, end_plan, preempt_all, rebuild
 from ironbatch.kernels.state import FORGET_COUNT, FREE_COUNT, OUTGROWN_COUNT
 from ironbatch.kernels.violations import NOT_INTACT, SOUND, VIOLATIONS
 from ironbatch.metrics import SCHEDULER_ROW
+from ironbatch.scheduler.quarantine import Quarantine
 from ironbatch.shm.segment import Segment
 from ironbatch.shm.wakeup import Doorbell
 
@@ -84,8 +86,13 @@ class Scheduler:
     def open(self) -> int:
         """Start the backend and take over every live slot. Returns how many sequences wait.
 
-        Every worker is woken once: a predecessor may have died between its last publish and the wake.
+        Sequences that may have killed a predecessor are computed alone first. Every worker is woken once: a predecessor
+        may have died between its last publish and the wake.
+
+        Raises:
+            AuditFailed: as `step`, while it computes those.
         """
+        state, shared = self._addresses
         header = self._segment.header
         header["longest_step_ns"] = self._backend.longest_step_ns
         header["heartbeat_ns"] = self._now_ns()
@@ -93,7 +100,13 @@ class Scheduler:
         self._backend_is_open = True
         header["longest_request_tokens"] = self._limits.max_request_tokens
         header["most_choices"] = self._limits.max_running
-        waiting = int(rebuild(*self._addresses, int(self._backend.resumable), self._now_ns()))
+        header["step_started_ns"] = self._now_ns()  # its start is over, also for those who watch it
+        if not self._backend.resumable:
+            end_begun(state, shared)
+        self._segment.metrics[SCHEDULER_ROW]["scheduler_starts"] += 1
+        Quarantine(self._segment, self.arena, self.step, self._now_ns).run()
+        self._forget_quietly()
+        waiting = int(rebuild(state, shared, self._now_ns()))
         self.beat()
         header["scheduler_ready"] = 1
         for bell in self._lane_bells:
@@ -104,15 +117,18 @@ class Scheduler:
         """Say that the scheduler lives."""
         self._segment.header["heartbeat_ns"] = self._now_ns()
 
-    def step(self) -> int:
+    def step(self, intake: Callable[[int, int, int], int] = drain) -> int:
         """Run one step. Returns the number of sequences that it computed; 0 means that there is nothing to do.
+
+        Args:
+            intake: the kernel that it begins with.
 
         Raises:
             AuditFailed: it is time to hand over to a fresh scheduler.
         """
         state, shared = self._addresses
         now_ns = self._now_ns()
-        drain(state, shared, now_ns)
+        intake(state, shared, now_ns)
         if not self._backend_is_open and not self._reopen():
             self._wake(announce(state, shared))
             return 0
@@ -174,6 +190,14 @@ class Scheduler:
                 "a sequence ran alone and outgrew the KV pool, of which %d blocks are free: the others are lost",
                 self._words[FREE_COUNT],
             )
+
+    def _forget_quietly(self) -> None:
+        """`_forget` outside of a step: `rebuild` wants the list's memory."""
+        try:
+            if self._words[FORGET_COUNT]:
+                self._forget()
+        except Exception as problem:  # as in `step`
+            self._execute_failed(problem)
 
     def _copy_output(self, output: StepOutput, count: int) -> None:
         """Take over an output that the backend has allocated itself."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ironbatch import layout
 from ironbatch.config import Config
 from ironbatch.errors import StartError
+from ironbatch.shm.stale import hold, remove_stale
 
 SHM_DIRECTORY = "/dev/shm"  # noqa: S108  where glibc's shm_open puts it
 NAME_PREFIX = "ironbatch-"
@@ -40,12 +41,18 @@ class Segment:
     """One attached segment: its address for kernels, and structured numpy views of its tables for Python.
 
     Views: `header` (one HEADER record), `lanes` LANE[num_lanes], `slots` SLOT[num_slots],
-    `tokens` int32[num_slots, token_row_tokens], `metrics` METRICS[1 + num_lanes].
+    `tokens` int32[num_slots, token_row_tokens], `running` int32[num_slots], `metrics` METRICS[1 + num_lanes].
+
+    Args:
+        memory: the shared memory.
+        is_owner: whether this process has made it.
+        lock: the descriptor by which a creator holds the lock on it, else -1.
     """
 
-    def __init__(self, memory: shared_memory.SharedMemory, *, is_owner: bool) -> None:
+    def __init__(self, memory: shared_memory.SharedMemory, *, is_owner: bool, lock: int = -1) -> None:
         self._memory = memory
         self._is_owner = is_owner
+        self._lock = lock
         self._creator_pid = os.getpid() if is_owner else 0
         self.name = memory.name
         self.header: Any = self._view(0, layout.HEADER, 1)[0]
@@ -53,7 +60,7 @@ class Segment:
 
     @classmethod
     def create(cls, config: Config, now_ns: int) -> Segment:
-        """Make and populate the segment of a new engine.
+        """Make and populate the segment of a new engine; first remove those that dead ones have left behind.
 
         Raises:
             StartError: /dev/shm is missing or too small for it.
@@ -64,8 +71,9 @@ class Segment:
             "max_model_len": config.max_model_len,
         }
         offsets = layout.offsets(**sizes)
-        memory = _create_memory(offsets.total)
-        segment = cls(memory, is_owner=True)
+        remove_stale(SHM_DIRECTORY, NAME_PREFIX)
+        memory, lock = _create_memory(offsets.total)
+        segment = cls(memory, is_owner=True, lock=lock)
         header = segment.header
         for name, value in sizes.items():
             header[name] = value
@@ -78,6 +86,7 @@ class Segment:
         header["entries_offset"] = offsets.entries
         header["slots_offset"] = offsets.slots
         header["tokens_offset"] = offsets.tokens
+        header["running_offset"] = offsets.running
         header["metrics_offset"] = offsets.metrics
         header["max_request_tokens"] = config.max_request_tokens
         header["created_ns"] = now_ns
@@ -120,6 +129,7 @@ class Segment:
         self.metrics = self._view(int(header["metrics_offset"]), layout.METRICS, 1 + lanes)
         flat = self._view(int(header["tokens_offset"]), np.dtype("<i4"), slots * row)
         self.tokens: NDArray[np.int32] = flat.reshape(slots, row)
+        self.running: NDArray[np.int32] = self._view(int(header["running_offset"]), np.dtype("<i4"), slots)
 
     def _view(self, offset: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         assert self._memory.buf is not None, "the segment was left"
@@ -132,7 +142,7 @@ class Segment:
 
     def close(self) -> None:
         """Leave the segment; its creator removes it as well. No view of it may be used afterwards."""
-        for name in ("header", "lanes", "slots", "metrics", "tokens"):
+        for name in ("header", "lanes", "slots", "metrics", "tokens", "running"):
             self.__dict__.pop(name, None)
         with contextlib.suppress(BufferError):  # a view lives on elsewhere: the mapping goes with the process
             self._memory.close()
@@ -140,9 +150,13 @@ class Segment:
             self._is_owner = False
             with contextlib.suppress(FileNotFoundError):
                 self._memory.unlink()
+        if self._lock >= 0:  # last, or another start would remove what is about to be removed
+            os.close(self._lock)
+            self._lock = -1
 
 
-def _create_memory(size: int) -> shared_memory.SharedMemory:
+def _create_memory(size: int) -> tuple[shared_memory.SharedMemory, int]:
+    """The memory, and the descriptor that holds its lock."""
     name = f"{NAME_PREFIX}{secrets.token_hex(6)}"
     try:
         memory = _Memory(name, create=True, size=size)
@@ -152,16 +166,17 @@ def _create_memory(size: int) -> shared_memory.SharedMemory:
         raise StartError(_no_room(size, problem)) from None
     try:
         # ftruncate alone succeeds on a full /dev/shm, and the first write to a page that isn't there is a SIGBUS.
-        descriptor = os.open(f"{SHM_DIRECTORY}/{memory.name}", os.O_RDWR)
+        lock = hold(f"{SHM_DIRECTORY}/{memory.name}")
         try:
-            os.posix_fallocate(descriptor, 0, size)
-        finally:
-            os.close(descriptor)
+            os.posix_fallocate(lock, 0, size)
+        except OSError:
+            os.close(lock)
+            raise
     except OSError as problem:
         memory.close()
         memory.unlink()
         raise StartError(_no_room(size, problem)) from None
-    return memory
+    return memory, lock
 
 
 def _no_room(size: int, problem: OSError) -> str:

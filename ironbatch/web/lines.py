@@ -25,6 +25,7 @@ _ERROR_KINDS: dict[int, tuple[str, int, int | None]] = {
     layout.ERROR_REQUEST: ("backend_refused", 400, None),
     layout.ERROR_INVALID: ("internal_error", 500, None),
     layout.ERROR_NO_BLOCKS: ("out_of_blocks", 500, None),
+    layout.ERROR_POISON: ("scheduler_killed", 500, None),
 }
 
 

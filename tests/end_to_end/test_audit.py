@@ -96,10 +96,12 @@ def trigger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def damage(server: Server, trigger: Path, fault: str) -> list[bytes]:
     """All bodies at once; after the first tokens the fault is planted. Returns the answers."""
     answers: list[bytes] = []
-    doomed, before = server.scheduler(), server.scheduler_tokens()
+    doomed, before, received = server.scheduler(), server.scheduler_tokens(), server.metrics()["requests_received"]
     client = threading.Thread(target=lambda: answers.extend(generate_all(server.port, BODIES)))
     client.start()
     try:
+        # All of them: after several deaths within seconds a new request is refused while the next scheduler waits.
+        wait_until(lambda: server.metrics()["requests_received"] == received + len(BODIES), "all requests")
         wait_until(lambda: server.scheduler_tokens() > before + 200, "the first tokens")
         whole = trigger.with_suffix(".new")
         whole.write_text(fault)

@@ -1,8 +1,9 @@
 """A seeded simulation of the real step: arrivals, groups, cancels, preemptions, dead workers and dead schedulers.
 
-Every invariant is checked after every step, and every stream against what its request alone says it should be. With
-`mock_kv` the tokens depend on every position that is read back through the block table, so that a block which was
-shared, copied, evicted or given away wrongly shows in a stream.
+Some schedulers are killed by a sequence, each time that they compute it. Every invariant is checked after every step,
+and every stream against what its request alone says it should be. With `mock_kv` the tokens depend on every position
+that is read back through the block table, so that a block which was shared, copied, evicted or given away wrongly shows
+in a stream.
 
 A run prints its seed; IRONBATCH_SIMULATION_SEED=... replays it.
 """
@@ -39,14 +40,31 @@ class SchedulerDied(BaseException):
     """A SIGKILL, as far as one process can have it: no handler in the engine may see it."""
 
 
+POISON_MARK = 0xDEAD
+
+
+def poison_seed(rng: random.Random) -> int:
+    """Of a sequence that kills whoever computes it, once it has so many tokens."""
+    return rng.getrandbits(40) << 20 | rng.randrange(8) << 16 | POISON_MARK
+
+
+def kills_at(seed: int) -> int | None:
+    """With how many tokens a sequence kills, if it does."""
+    return seed >> 16 & 7 if seed & 0xFFFF == POISON_MARK else None
+
+
 class Mortal:
-    """A mock that takes its scheduler with it when it is told to: before it computes, or after."""
+    """A mock that takes its scheduler with it when it is told to: before it computes, or after. Or by poison."""
 
     dies = ""
 
     def execute(self, plan: BatchPlan) -> StepOutput:
         if self.dies == "before":
             raise SchedulerDied
+        for seed, produced in zip(plan.seeds.tolist(), plan.rows["produced_tokens"].tolist(), strict=True):
+            tokens = kills_at(seed)
+            if tokens is not None and produced >= tokens:
+                raise SchedulerDied
         output: StepOutput = super().execute(plan)  # type: ignore[misc]
         if self.dies == "after":
             raise SchedulerDied
@@ -86,6 +104,7 @@ class Scenario:
     collect_chance: float = 0.7
     worker_death_chance: float = 0.002
     scheduler_death_chance: float = 0.002
+    poison_chance: float = 0.0
     limits: dict[str, Any] = field(default_factory=dict)  # what the backend declares
     most_steps_a_request: int = 100
 
@@ -145,7 +164,7 @@ class Simulation:
             prompt,
             max_new,
             self._choices(prompt + max_new),
-            seed=self.random.getrandbits(63),
+            seed=self._seed(),
             priority=self.random.choice((-8, -8, 0, 0, 7, 7)),
             arrival_ns=self.engine.clock.now_ns(),
             flags=self.random.choice((0, 0, 0, layout.FLAG_IGNORE_EOS)) if self.eos else 0,
@@ -159,6 +178,10 @@ class Simulation:
         self.counts["groups"] += len(streams) > 1
         self.still_to_come -= 1
         return True
+
+    def _seed(self) -> int:
+        is_poison = self.scenario.poison_chance and self.random.random() < self.scenario.poison_chance
+        return poison_seed(self.random) if is_poison else self.random.getrandbits(63)
 
     def _choices(self, tokens: int) -> int:
         """How many sequences of so many tokens; no more than an empty engine has blocks and places for."""
@@ -232,8 +255,7 @@ class Simulation:
         try:
             count = self.engine.step()
         except SchedulerDied:
-            self.counts["scheduler deaths"] += 1
-            self.engine.start_scheduler()
+            self._restart()
             self.engine.check()
             return
         if count == 0:
@@ -244,6 +266,18 @@ class Simulation:
         self.counts["made way"] += self.engine.gauge("displaced_count")
         assert self.engine.gauge("plan_tokens") <= self.engine.config.max_batch_tokens
         self._revive()
+
+    def _restart(self) -> None:
+        """Schedulers, until one survives its start: some run suspects alone."""
+        for _ in range(1_000):
+            self.counts["scheduler deaths"] += 1
+            try:
+                self.engine.start_scheduler()
+            except SchedulerDied:
+                self.counts["deaths alone"] += 1
+            else:
+                return
+        raise AssertionError("schedulers die again and again")
 
     def _check_rest(self) -> None:
         """The scheduler would now sleep: nothing is left to do, and whoever has not seen its stream's end is rung."""
@@ -272,6 +306,10 @@ class Simulation:
         elif stream.reason == layout.FINISH_STOP:
             assert eos_threshold > 0
             assert tokens[-1] == EOS_TOKEN_ID
+        elif stream.reason == layout.FINISH_ERROR:
+            assert stream.error_code == layout.ERROR_POISON
+            assert len(tokens) == kills_at(stream.seed)
+            self.counts["poison ended"] += 1
         else:
             assert stream.reason == layout.FINISH_CANCELLED
             assert (stream.slot, stream.generation) in self.cancelled
@@ -371,6 +409,17 @@ VARIATIONS = {
         group_chance=0.5,
         known_chance=0.5,
     ),
+    "poison": Scenario(400, SMALL_POOL | {"mock_kv": True}, poison_chance=0.04, most_steps_a_request=1_000, **FEATURES),
+    "poison in small chunks": Scenario(
+        200,
+        {"total_kv_blocks": 32, "kv_block_size": 2, "max_batch_tokens": 6, "mock_kv": True},
+        poison_chance=0.1,
+        most_steps_a_request=1_000,
+        **FEATURES,
+    ),
+    "poison alone": Scenario(
+        30, {"max_running_seqs": 1}, poison_chance=1.0, scheduler_death_chance=0, most_steps_a_request=1_000
+    ),
     "all prompts alike": Scenario(800, SMALL_POOL | {"mock_kv": True}, known_chance=1.0, most_prompt=12),
     "KV, blocks of one token": Scenario(500, {"total_kv_blocks": 70, "kv_block_size": 1, "mock_kv": True}, **FEATURES),
     "KV, ends of sequence": Scenario(
@@ -382,6 +431,13 @@ VARIATIONS = {
 @pytest.mark.parametrize("variation", VARIATIONS)
 def test_variation(variation: str, seed: int) -> None:
     simulate(VARIATIONS[variation], seed)
+
+
+def test_the_runs_with_poison_end_it(seed: int) -> None:
+    """With any seed: in each tenth request, of which few are cancelled before it kills."""
+    counts = simulate(VARIATIONS["poison in small chunks"], seed).counts
+    assert counts["poison ended"] > 0
+    assert counts["deaths alone"] >= 2 * counts["poison ended"]
 
 
 def some(rng: random.Random, chance: float, values: dict[str, Any]) -> dict[str, Any]:
@@ -432,6 +488,7 @@ def any_scenario(rng: random.Random) -> Scenario:
         salt_chance=rng.choice((0.0, 0.3)),
         burst_chance=0.2,
         cancel_chance=rng.choice((0.0, 0.02, 0.2)),
+        poison_chance=rng.choice((0.0, 0.0, 0.1)),
         most_steps_a_request=5_000,
     )
 

@@ -447,6 +447,7 @@ ERRORS = [
     (layout.ERROR_REQUEST, "backend_refused", 400, None),
     (layout.ERROR_INVALID, "internal_error", 500, None),
     (layout.ERROR_NO_BLOCKS, "out_of_blocks", 500, None),
+    (layout.ERROR_POISON, "scheduler_killed", 500, None),
 ]
 
 
