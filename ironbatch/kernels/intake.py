@@ -184,7 +184,8 @@ def take_hint(state, shared, slot, generation):
 def free_lost(shared, slot, owner):
     """Free a slot whose owner is dead. A submitted request counts as lost once, with the last of its choices.
 
-    Slots are freed in rising order, so another choice that stands behind this one still has its owner.
+    Slots are freed in rising order, so another choice that stands behind this one still has its owner. What was
+    cancelled is not lost: whoever cancels a request has counted its end.
     """
     row = slot * SLOT_WORDS
     later = shared.slots[row + NEXT_CHOICE]
@@ -196,7 +197,9 @@ def free_lost(shared, slot, owner):
             or shared.slots[other + PARENT_SLOT] != shared.slots[row + PARENT_SLOT]
             or shared.slots[other + ARRIVAL_NS] != shared.slots[row + ARRIVAL_NS]
         )
-    if is_last and load_acquire(shared.slots, row + SUBMITTED) == shared.slots[row + GENERATION]:
+    generation = shared.slots[row + GENERATION]
+    is_submitted = load_acquire(shared.slots, row + SUBMITTED) == generation
+    if is_last and is_submitted and load_acquire(shared.slots, row + CANCELLED) != generation:
         shared.metrics[METRIC_LOST] += 1
     store_release(shared.slots, row + OWNER, 0)
 

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -228,10 +229,19 @@ def run_to_end(form: str, **options: Any) -> tuple[int, str]:
 class RawStream:
     """A POST /generate over a plain socket, so that a test sees chunks and may stop reading or hang up."""
 
-    def __init__(self, port: int, body: dict[str, Any], *, receive_buffer_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        port: int,
+        body: dict[str, Any],
+        *,
+        receive_buffer_bytes: int | None = None,
+        segment_bytes: int | None = None,  # small segments keep the kernel's buffer at the server small too
+    ) -> None:
         self._socket = socket.socket()
         if receive_buffer_bytes is not None:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        if segment_bytes is not None:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment_bytes)
         self._socket.settimeout(60)
         self._socket.connect(("127.0.0.1", port))
         payload = json.dumps(body).encode()
@@ -266,9 +276,23 @@ class RawStream:
         """The rest of the body."""
         return b"".join(iter(self.read_chunk, b""))
 
+    @property
+    def local_port(self) -> int:
+        """The client's end of the connection."""
+        return int(self._socket.getsockname()[1])
+
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
+
+    def reset(self) -> None:
+        """Hang up with a reset, whatever is unread or unsent."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._socket.close()
+
+    def half_close(self) -> None:
+        """Say that nothing more will be sent."""
+        self._socket.shutdown(socket.SHUT_WR)
 
     def _receive(self) -> None:
         data = self._socket.recv(1 << 20)

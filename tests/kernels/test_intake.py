@@ -211,6 +211,26 @@ def test_dead_worker_loses_its_own_and_nobody_elses(steps: int) -> None:
         assert engine.gauge("free_count") == engine.config.total_kv_blocks
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_who_had_cancelled_before_the_workers_death_is_not_lost_as_well(n: int) -> None:
+    """The worker has counted it already, whether or not the scheduler has seen it before."""
+    with small_engine() as engine:
+        worker = engine.worker()
+        seen, unseen, _ = (worker.submit_group(4, 9, n) for _ in range(3))
+        engine.step()
+        for stream in seen:
+            worker.cancel(stream)
+        engine.step()
+        for stream in unseen:
+            worker.cancel(stream)
+        worker.die()
+        engine.run()
+        metrics = engine.segment.metrics[0]
+        assert metrics["requests_lost"] == 1
+        assert metrics["sequences_aborted"] == 3 * n
+        engine.assert_nothing_held()
+
+
 def test_hints_of_a_dead_worker_do_not_touch_the_slots_next_owner() -> None:
     with small_engine() as engine:
         dying, living = engine.worker(0), engine.worker(1)
