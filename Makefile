@@ -6,16 +6,20 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install --constraint constraints.txt
 N ?= 10
+DURATION_S ?= 600
+FORM ?= serve
+REPORT ?= perf/results/soak.json
 
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help serve env test test-races bench bench-compare lint check-format check-lint check-types check-floors format \
+.PHONY: help serve env test test-races soak bench bench-compare lint check-format check-lint check-types check-floors format \
     clean FORCE
 
 help:
 	@echo "make serve            run the server; ARGS='--addr :9000 --workers 4' hands it options"
 	@echo "make test             the whole test suite, from nothing; PYTEST_ARGS='-k lanes' narrows it"
 	@echo "make test-races N=10  the race and end-to-end tests, N times in a row"
+	@echo "make soak             random load, deaths and reloads, every stream judged; DURATION_S=600 SEED=7 FORM=gunicorn"
 	@echo "make bench            all benchmarks, their result files and BENCHMARKS.md; ARGS='--fast --output look' for a look"
 	@echo "make bench-compare BASE=main   the result files beside those of a commit, or of a folder"
 	@echo "make lint             format, lint, types and floors, without changing a file"
@@ -49,6 +53,10 @@ test-races: $(VENV)/.dev
 	    echo "== round $$round of $(N)"; \
 	    $(BIN)/pytest --quiet -m 'race or end_to_end' $(PYTEST_ARGS) || exit 1; \
 	done
+
+# The report is for committing when the run was a whole one; REPORT=look.json is for a look.
+soak: $(VENV)/.dev
+	@$(BIN)/python -m tests.soak --duration-s $(DURATION_S) --form $(FORM) --output '$(REPORT)' $(if $(SEED),--seed $(SEED))
 
 bench: $(VENV)/.dev
 	@$(BIN)/python perf/run.py $(ARGS)

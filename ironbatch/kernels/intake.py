@@ -181,6 +181,30 @@ def take_hint(state, shared, slot, generation):
 
 
 @inline
+def is_same_request(shared, slot, other, owner):
+    """Whether another slot is a choice of the same request, and still its owner's."""
+    row = slot * SLOT_WORDS
+    other_row = other * SLOT_WORDS
+    return (
+        shared.slots[other_row + OWNER] == owner
+        and shared.slots[other_row + PARENT_SLOT] == shared.slots[row + PARENT_SLOT]
+        and shared.slots[other_row + ARRIVAL_NS] == shared.slots[row + ARRIVAL_NS]
+    )
+
+
+@inline
+def has_later_choice(shared, slot, owner):
+    """Whether a choice of the same request stands behind this one. The next may have ended, and the link with it."""
+    later = shared.slots[slot * SLOT_WORDS + NEXT_CHOICE]
+    if not slot < later < shared.header[NUM_SLOTS]:
+        return False
+    for other in range(later, shared.header[NUM_SLOTS]):
+        if is_same_request(shared, slot, other, owner):
+            return True
+    return False
+
+
+@inline
 def free_lost(shared, slot, owner):
     """Free a slot whose owner is dead. A submitted request counts as lost once, with the last of its choices.
 
@@ -188,18 +212,10 @@ def free_lost(shared, slot, owner):
     cancelled is not lost: whoever cancels a request has counted its end.
     """
     row = slot * SLOT_WORDS
-    later = shared.slots[row + NEXT_CHOICE]
-    is_last = True
-    if slot < later < shared.header[NUM_SLOTS]:
-        other = later * SLOT_WORDS
-        is_last = (
-            shared.slots[other + OWNER] != owner
-            or shared.slots[other + PARENT_SLOT] != shared.slots[row + PARENT_SLOT]
-            or shared.slots[other + ARRIVAL_NS] != shared.slots[row + ARRIVAL_NS]
-        )
     generation = shared.slots[row + GENERATION]
     is_submitted = load_acquire(shared.slots, row + SUBMITTED) == generation
-    if is_last and is_submitted and load_acquire(shared.slots, row + CANCELLED) != generation:
+    is_cancelled = load_acquire(shared.slots, row + CANCELLED) == generation
+    if is_submitted and not is_cancelled and not has_later_choice(shared, slot, owner):
         shared.metrics[METRIC_LOST] += 1
     store_release(shared.slots, row + OWNER, 0)
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ironbatch import layout
+from ironbatch.backends.base import BatchPlan
 from ironbatch.kernels.intake import drain
 from ironbatch.kernels.lanes import lane_push
 from ironbatch.kernels.recovery import end_one, end_plan, preempt_all
@@ -228,6 +229,38 @@ def test_who_had_cancelled_before_the_workers_death_is_not_lost_as_well(n: int) 
         metrics = engine.segment.metrics[0]
         assert metrics["requests_lost"] == 1
         assert metrics["sequences_aborted"] == 3 * n
+        engine.assert_nothing_held()
+
+
+@pytest.mark.parametrize("ended", [0, 1, 2])
+@pytest.mark.parametrize("is_taken", [False, True])
+@pytest.mark.parametrize("has_restarted", [False, True])
+def test_request_is_lost_once_though_one_of_its_choices_has_ended(
+    ended: int, *, is_taken: bool, has_restarted: bool
+) -> None:
+    """The choices' links lead through the slot of that one, which is free, or somebody else's by now."""
+    with small_engine(ScriptedBackend) as engine:
+        dying, living = engine.worker(0), engine.worker(1)
+        group = dying.submit_group(3, 9, 3)
+        sequence = group[ended].slot
+
+        def script(plan: BatchPlan) -> None:
+            plan.output.finish_reasons[: len(plan)][plan.rows["sequence"] == sequence] = layout.FINISH_STOP
+
+        engine.step()
+        engine.backend.script = script  # type: ignore[attr-defined]
+        while not group[ended].is_over:
+            engine.step()
+            dying.collect()
+        del engine.backend.script  # type: ignore[attr-defined]
+        if is_taken:
+            assert living.submit(3, 2).slot == sequence
+        dying.die()
+        if has_restarted:
+            engine.scheduler.close()
+            engine.start_scheduler()
+        engine.run(living)
+        assert engine.segment.metrics[0]["requests_lost"] == 1
         engine.assert_nothing_held()
 
 
