@@ -142,8 +142,8 @@ def in_all_states(engine: Observer, streams: Streams) -> None:
     # As a worker leaves it that dies between claim and submit. Which takes microseconds, so it is made by hand.
     assert slot_claim(engine.segment.address, owner_word(*streams.owner), 0) >= 0
     mine = engine.owned_by(*streams.owner)
-    counts = [engine.are_decoding(mine), engine.are_prefilling(mine), engine.are_queued(mine)]
-    assert all(count.sum() >= 1 for count in counts), "a state is not there"
+    for state in (engine.are_decoding, engine.are_prefilling, engine.are_queued):
+        wait_until(lambda state=state: state(mine).any(), "each of the states")
     assert len(mine) == 5 + 4 + 3 + 1 + 1
     sequences = engine.owned() - 1
     wait_until(lambda: engine.gauges["running"] + engine.gauges["waiting"] == sequences, "a step that knows them all")

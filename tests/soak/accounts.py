@@ -135,11 +135,13 @@ class Accounts:
 
 
 def described(outcome: Outcome) -> str:
-    """For a report: what was asked and what was seen."""
+    """For a report: what was seen and what was asked."""
     plan = outcome.plan
-    asked = plan.body if plan.body is not None else plan.payload[:200]
+    asked: Any = plan.payload[:200]
+    if plan.body is not None:
+        asked = plan.body | {"prompt_token_ids": f"{len(plan.body.get('prompt_token_ids', ()))} of them"}
     seen = f"{outcome.ending}, status {outcome.status}, {len(outcome.body)} bytes, {outcome.detail!r}"
-    return f"{plan.conduct} after {plan.after_bytes} bytes or {plan.after_s} s, {asked}: {seen}"[:600]
+    return f"{seen}: {plan.conduct} after {plan.after_bytes} bytes or {plan.after_s} s, {asked}"
 
 
 def error_type_of(body: bytes) -> str | None:

@@ -100,7 +100,7 @@ class Soak:
             start_s = time.monotonic()
             faults.start()
             memory.start()
-            asyncio.run(self._load(server.port, faults, is_calm, accounts))
+            asyncio.run(self._load(server, faults, is_calm, accounts))
             end_s = time.monotonic()
             ending = self._ending(server, engine, accounts)
             grown = summary(memory.finish(), start_s + self._duration_s * CALM_FROM, end_s)
@@ -115,23 +115,28 @@ class Soak:
 
     # ---------------------------------------------------------------------------------------------------------- load
 
-    async def _load(self, port: int, faults: Faults, is_calm: threading.Event, accounts: Accounts) -> None:
+    async def _load(self, server: Server, faults: Faults, is_calm: threading.Event, accounts: Accounts) -> None:
         """All users at once until the time is over; then the faults end, and what is under way may end too."""
         start_s = time.monotonic()
-        users = [
-            asyncio.create_task(self._user(user, port, start_s + self._duration_s, accounts)) for user in range(USERS)
-        ]
-        watch = asyncio.create_task(self._watch(port, accounts))
+        until_s = start_s + self._duration_s
+        users = [asyncio.create_task(self._user(user, server.port, until_s, accounts)) for user in range(USERS)]
+        watch = asyncio.create_task(self._watch(server.port, accounts))
         for share, change in ((CALM_FROM, is_calm.set), (CALM_UNTIL, is_calm.clear), (1.0, lambda: None)):
-            while (left_s := start_s + share * self._duration_s - time.monotonic()) > 0:
+            end_s = start_s + share * self._duration_s
+            while (left_s := end_s - time.monotonic()) > 0 and server.process.poll() is None:
                 await asyncio.sleep(min(left_s, PROGRESS_S))
                 self._say(time.monotonic() - start_s, accounts)
             change()
-        await asyncio.to_thread(faults.finish)
-        await asyncio.gather(*users)
         watch.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watch
+        has_ended = server.process.poll() is not None
+        if has_ended:
+            accounts.problems.insert(0, f"the server ended after {time.monotonic() - start_s:.0f} s of the load")
+            for user in users:
+                user.cancel()
+        await asyncio.to_thread(faults.finish)
+        for trouble in await asyncio.gather(*users, watch, return_exceptions=True):
+            if isinstance(trouble, Exception) and not has_ended:
+                raise trouble
 
     async def _user(self, user: int, port: int, until_s: float, accounts: Accounts) -> None:
         """One request after the other."""
@@ -176,7 +181,9 @@ class Soak:
         """The load is over: nothing is held, and the server serves."""
         problems = []
         deadline_s = time.monotonic() + IDLE_LIMIT_S
-        while not (engine.is_idle() and 0 <= engine.unaccounted() <= accounts.doomed and server.is_healthy()):
+        while server.process.poll() is None and not (
+            engine.is_idle() and 0 <= engine.unaccounted() <= accounts.doomed and server.is_healthy()
+        ):
             if time.monotonic() > deadline_s:
                 gauges = {name: int(engine.gauges[name]) for name in ("running", "waiting", "kv_blocks_free")}
                 problems.append(f"not idle after {IDLE_LIMIT_S} s: {gauges}, {engine.owned()} slots are in use")
