@@ -54,7 +54,7 @@ class Accounts:
         if problem is not None:
             kind = WRONG
             if len(self.problems) < MOST_PROBLEMS:
-                self.problems.append(f"{problem}; {described(outcome)}")
+                self.problems.append(f"{problem}; {described(outcome)}; {self.damage.near(outcome.ended_s)}")
         self.counts[kind] += 1
         self.stalls += outcome.detail == "stalled"
         self.doomed += self._is_doomed(outcome)
@@ -80,10 +80,14 @@ class Accounts:
         """The connection ended before the answer did, which only a killed worker explains."""
         if self._is_doomed(outcome):
             return LOST, None
-        is_stale = outcome.is_reused and not outcome.status
-        if is_stale and any(0 <= outcome.ended_s - told_s <= STALE_S for told_s in self.damage.retirements):
+        if outcome.is_reused and not outcome.status and self._may_be_stale(outcome):
             return STALE, None
         return WRONG, "its connection was cut, and its worker lives"
+
+    def _may_be_stale(self, outcome: Outcome) -> bool:
+        """Whether the worker behind a kept connection was killed or told to end since it was opened."""
+        was_killed = self.damage.has_doomed(outcome.port, outcome.opened_s, outcome.ended_s)
+        return was_killed or any(0 <= outcome.ended_s - told_s <= STALE_S for told_s in self.damage.retirements)
 
     def _judged_stream(self, outcome: Outcome, body: dict[str, Any]) -> tuple[str, str | None]:
         verdict = judge(body, outcome.body, self.mock)
@@ -140,7 +144,8 @@ def described(outcome: Outcome) -> str:
     asked: Any = plan.payload[:200]
     if plan.body is not None:
         asked = plan.body | {"prompt_token_ids": f"{len(plan.body.get('prompt_token_ids', ()))} of them"}
-    seen = f"{outcome.ending}, status {outcome.status}, {len(outcome.body)} bytes, {outcome.detail!r}"
+    kept = "kept connection, " if outcome.is_reused else ""
+    seen = f"{kept}{outcome.ending}, status {outcome.status}, {len(outcome.body)} bytes, {outcome.detail!r}"
     return f"{seen}: {plan.conduct} after {plan.after_bytes} bytes or {plan.after_s} s, {asked}"
 
 

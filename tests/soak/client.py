@@ -33,6 +33,7 @@ class Outcome:
     plan: Plan
     port: int = 0  # the client's own
     is_reused: bool = False
+    opened_s: float = 0.0  # its connection
     started_s: float = 0.0
     ended_s: float = 0.0
     ending: str = HUNG
@@ -48,6 +49,7 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self.port: int = writer.get_extra_info("sockname")[1]
+        self.opened_s = time.monotonic()
 
     @classmethod
     async def open(cls, server_port: int, *, stalls: bool = False) -> Connection:
@@ -68,7 +70,7 @@ class Connection:
     async def follow(self, outcome: Outcome) -> None:
         """Do what the plan says."""
         plan = outcome.plan
-        outcome.port = self.port
+        outcome.port, outcome.opened_s = self.port, self.opened_s
         limit_s = LONGEST_S if plan.after_s is None else plan.after_s
         try:
             async with asyncio.timeout(limit_s):

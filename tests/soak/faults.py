@@ -44,6 +44,7 @@ SHORTEST_PAUSE_S = 0.3
 LONGEST_STOP_S = 0.8  # of a process that is stopped and goes on
 RECOVERY_LIMIT_S = 20.0
 POLL_S = 0.001
+NEAR_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,12 @@ class Damage:
     retirements: list[float] = field(default_factory=list)  # when workers were told to end
     gaps_s: list[float] = field(default_factory=list)  # from a scheduler's SIGKILL to the next token
     problems: list[str] = field(default_factory=list)
+    begun: list[tuple[float, str]] = field(default_factory=list)  # each fault, whether or not anything came of it
+
+    def near(self, at_s: float) -> str:
+        """The faults about a moment, for whoever wants to know why."""
+        near = [f"{kind} {at_s - begun_s:.2f} s before" for begun_s, kind in self.begun if abs(at_s - begun_s) < NEAR_S]
+        return ", ".join(near) or "no fault"
 
     def has_doomed(self, port: int, started_s: float, ended_s: float) -> bool:
         """Whether a connection's worker was killed while a request was under way on it."""
@@ -124,6 +131,7 @@ class Faults(threading.Thread):
                 return
             done = False
             if fault.kind in CALM or not self._is_calm.is_set():
+                self.damage.begun.append((time.monotonic(), fault.kind))
                 try:
                     done = actions[fault.kind](fault)
                 except psutil.Error:  # it has ended under our hands

@@ -23,7 +23,7 @@ from ironbatch import __version__
 from tests.end_to_end.observer import Observer, observed
 from tests.end_to_end.server import FORMS, REPOSITORY, Server, running, stale_segments
 from tests.mock_answers import Mock
-from tests.soak.accounts import WRONG, Accounts
+from tests.soak.accounts import WRONG, Accounts, described
 from tests.soak.client import ENDED, Connection, Outcome
 from tests.soak.faults import Faults
 from tests.soak.memory import ALLOWED_BYTES, ALLOWED_SHARE, MIB, SETTLING_S, Memory, summary
@@ -164,7 +164,7 @@ class Soak:
             self._health[f"{path} {outcome.status}"] += 1
             is_doomed = accounts.damage.has_doomed(outcome.port, outcome.started_s, outcome.ended_s)
             if outcome.status not in {200, 503} and not is_doomed:
-                accounts.problems.append(f"{path}: {outcome.ending}, status {outcome.status} {outcome.detail}")
+                accounts.problems.append(f"{path}: {described(outcome)}; {accounts.damage.near(outcome.ended_s)}")
             await asyncio.sleep(WATCH_S)
 
     def _say(self, elapsed_s: float, accounts: Accounts) -> None:
