@@ -12,6 +12,7 @@ Leave these as they are, or the engine does not work as documented:
 - asgi_lifespan: without it a worker collects no tokens.
 - asgi_disconnect_grace_period: any other value keeps the KV blocks of clients that have gone.
 - preload_app: the application needs a lane, which a worker gets after its fork.
+- logger_class: gunicorn's own would write another format (docs/logging.md), and wait for a log that nobody reads.
 - control_socket_disable: what the socket can do beside signals, the engine does not expect.
 - on_starting, when_ready, pre_fork, post_fork, post_worker_init, child_exit, on_exit: the hooks that tie gunicorn to
   the engine. One of your own must call the one it replaces.
@@ -31,7 +32,7 @@ from ironbatch.web.gunicorn_conf import *  # noqa: F403
 # scheduler and the backend leave free.
 # workers = 2
 
-# What gunicorn logs. Better set IRONBATCH_LOG_LEVEL, which the engine heeds too.
+# What gunicorn logs. Better set IRONBATCH_LOG_LEVEL, which the engine heeds too. (IRONBATCH_LOG_FORMAT is for both.)
 # loglevel = "info"
 
 # Where requests are logged; "-" is stdout. Off unless you set it: a line a request costs time in the worker that also

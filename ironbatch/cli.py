@@ -5,8 +5,8 @@ message about a bad value come at once.
 """
 
 import argparse
-import contextlib
 import difflib
+import logging
 import os
 import signal
 import sys
@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import ironbatch
+from ironbatch import logs
 from ironbatch.bench import cli as bench_cli
 from ironbatch.bench.options import FLAGS as BENCH_FLAGS
 from ironbatch.config import Config, Option, environment_warnings, options
 from ironbatch.errors import EXIT_FAILED, EXIT_OK, EXIT_SIGNAL_BASE, EXIT_USAGE, ConfigError, IronbatchError
 from ironbatch.kinds import as_text
 from ironbatch.limits import quoted
+from ironbatch.processes import CHILD_ENVIRONMENT, OUT_OF_MEMORY, is_out_of_memory, open_standard_streams
 
 _PRECEDENCE: Final = (
     "Each option is also an environment variable, named with it; a flag outranks its variable, and an empty"
@@ -42,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
-        print(end="", flush=True)  # here, where a reader that has gone is handled
+        if sys.stdout is not None:  # it was closed
+            sys.stdout.flush()  # here, where a reader that has gone is handled
     except ConfigError as error:
         return _complain(error.problems, EXIT_USAGE)
     except IronbatchError as error:
@@ -52,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return EXIT_SIGNAL_BASE + signal.SIGPIPE
+    except (MemoryError, ImportError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _complain([OUT_OF_MEMORY], EXIT_FAILED)
     return code
 
 
@@ -69,6 +76,8 @@ def _run(argv: list[str]) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     config = Config.load(_option_values(arguments), os.environ)
+    open_standard_streams()
+    logs.configure(config.log_level, config.log_format)
     _warn(environment_warnings(os.environ))
     _allow_one_thread_for_blas()
     from ironbatch.supervisor import serve  # noqa: PLC0415
@@ -86,8 +95,6 @@ def _check_config(arguments: argparse.Namespace) -> int:
 
 def _allow_one_thread_for_blas() -> None:
     """Before numpy is imported: `serve` forks, so it must have no threads, and they cost `check-config` 50 ms."""
-    from ironbatch.processes import CHILD_ENVIRONMENT  # noqa: PLC0415
-
     os.environ.update(CHILD_ENVIRONMENT)
 
 
@@ -179,14 +186,11 @@ def _meant(word: str, candidates: Sequence[str] | Mapping[str, object]) -> str:
 
 
 def _warn(warnings: Sequence[str]) -> None:
-    for warning in warnings:
-        print(f"ironbatch: warning: {warning}", file=sys.stderr)
+    logs.complain(warnings, level=logging.WARNING)
 
 
 def _complain(problems: Sequence[str], code: int) -> int:
-    with contextlib.suppress(BrokenPipeError):
-        for problem in problems:
-            print(f"ironbatch: error: {problem}", file=sys.stderr)
+    logs.complain(problems)
     return code
 
 

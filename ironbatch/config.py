@@ -23,6 +23,7 @@ ENV_NOT_OPTIONS: Final = frozenset({"IRONBATCH_CACHE_DIR"})
 BACKEND_GROUP: Final = "ironbatch.backends"
 BACKENDS_TO_COME: Final = ("real", "device")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+LOG_FORMATS: Final = ("text", "json")
 
 Values = Mapping[str, Any]
 Default = TypeVar("Default", bool, int, float, str)
@@ -176,6 +177,9 @@ class Config:
     )
     mock_kv: bool = _switch("mock: keep a KV cache in host memory, and derive each token from the context read back")
     log_level: str = _option("info", choice(*LOG_LEVELS), "LEVEL", "least severe message that is logged")
+    log_format: str = _option(
+        "text", choice(*LOG_FORMATS), "FORMAT", "how each message is written: a line for people, or a JSON object"
+    )
 
     def __post_init__(self) -> None:
         values = {option.name: getattr(self, option.name) for option in options()}

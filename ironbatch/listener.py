@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 
 from ironbatch.config import Config
 from ironbatch.errors import StartError
 
 LISTEN_BACKLOG = 2048
+
+OWN_DESCRIPTORS = 40
+"""What a web worker has open beside its connections: libraries, the event loop, doorbells, the listening socket."""
 
 _BIND_REMEDIES = {
     errno.EADDRINUSE: "another process listens there: stop it, or choose another port with --addr",
@@ -36,6 +40,22 @@ def bind_listener(config: Config) -> socket.socket:
         remedy = _BIND_REMEDIES.get(problem.errno or 0, "choose another with --addr")
         raise StartError(f"cannot listen on {config.addr}: {os.strerror(problem.errno or 0)}; {remedy}") from None
     return listener
+
+
+def few_descriptors_problem(config: Config) -> str | None:
+    """Whether the limit of open files lets the workers hold as many connections as the engine has places.
+
+    Beyond the limit a connection is accepted and closed at once, so this is a warning.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OWN_DESCRIPTORS + config.num_lanes - (-config.num_slots // config.workers)
+    if limit == resource.RLIM_INFINITY or limit >= wanted:
+        return None
+    return (
+        f"the limit of open files is {limit}, and a web worker needs {wanted} to hold its share of the engine's"
+        f" {config.num_slots} places; connections beyond the limit are closed at once: raise it (ulimit -n,"
+        " LimitNOFILE=), or lower --max-queued-requests or --max-running-seqs"
+    )
 
 
 def url_of(config: Config, listener: socket.socket) -> str:

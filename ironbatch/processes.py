@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import sys
@@ -41,6 +42,24 @@ def ignore_reload_signals() -> None:
     """
     for number in RELOAD_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+OUT_OF_MEMORY = (
+    "there is not enough memory to start; raise the limit (ulimit -v, MemoryMax=, docker run --memory), or lower"
+    " --max-queued-requests, --max-running-seqs, --max-model-len or --total-kv-blocks"
+)
+
+
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Whether an exception, or what it came from, says that memory was refused; a library may be too large to load."""
+    link: BaseException | None = problem
+    while link is not None:
+        if isinstance(link, MemoryError) or getattr(link, "errno", None) == errno.ENOMEM:
+            return True
+        if "failed to map segment" in str(link) or "Cannot allocate memory" in str(link):  # dlopen(3)'s words
+            return True
+        link = link.__cause__ or link.__context__
+    return False
 
 
 def set_process_name(role: str) -> None:

@@ -21,16 +21,19 @@ import time
 
 import numpy as np
 
+from ironbatch import logs
 from ironbatch.clock import MonotonicClock
 from ironbatch.config import Config
 from ironbatch.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, StartError
 from ironbatch.health import health_problem, progress_problem
-from ironbatch.listener import bind_listener, url_of
+from ironbatch.listener import bind_listener, few_descriptors_problem, url_of
 from ironbatch.processes import (
     CHILD_ENVIRONMENT,
+    OUT_OF_MEMORY,
     StartSignals,
     StopRequested,
     die_with_parent,
+    is_out_of_memory,
     read_signals,
     set_process_name,
     signal_pipe,
@@ -62,10 +65,12 @@ def serve(config: Config) -> int:
         manager = stack.enter_context(contextlib.closing(ServiceManager.from_environ(os.environ, MonotonicClock())))
         listener = stack.enter_context(bind_listener(config))
         engine = stack.enter_context(contextlib.closing(Engine.create(config, MonotonicClock().now_ns())))
+        if problem := few_descriptors_problem(config):
+            _log.warning("%s", problem)
         try:
             web = start_gunicorn(config, engine, listener)
-        except OSError as problem:
-            raise StartError(f"cannot start gunicorn: {problem.strerror}; see `ulimit -a`") from None
+        except OSError as error:
+            raise StartError(f"cannot start gunicorn: {error.strerror}; see `ulimit -a`") from None
         stack.callback(_kill_group, web)
         url = url_of(config, listener)
         listener.close()  # gunicorn has it; a copy here would keep the port open after gunicorn's end
@@ -84,10 +89,15 @@ def run_engine() -> int:
         manager = ServiceManager.from_environ({}, MonotonicClock())
         return Supervisor(config, engine, None, manager, lifeline=STDIN).run(signals)
     except ConfigError as problem:
-        print(*(f"ironbatch: error: {line}" for line in problem.problems), sep="\n", file=sys.stderr)
+        logs.complain(problem.problems)
         return EXIT_USAGE
     except StartError as problem:
-        print(f"ironbatch: error: {problem}", file=sys.stderr)
+        logs.complain([str(problem)])
+        return EXIT_FAILED
+    except (MemoryError, ImportError, OSError) as problem:
+        if not is_out_of_memory(problem):
+            raise
+        logs.complain([OUT_OF_MEMORY])
         return EXIT_FAILED
 
 
@@ -192,10 +202,7 @@ class Supervisor:
         self._old_generations = None
         if not self._has_served:
             self._has_served = True
-            try:
-                print(f"ironbatch: serving on {self._url}", flush=True)
-            except OSError:  # nobody can read it, which is no reason to stop serving
-                sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  for the rest of this process
+            logs.announce(f"serving on {self._url}")
         self._manager.ready(self._status())
 
     def _beat(self) -> None:
@@ -285,9 +292,7 @@ def _prepare(config: Config) -> None:
         os.getcwd()
     except FileNotFoundError:  # deleted; gunicorn wants one
         os.chdir("/")
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    logs.configure(config.log_level, config.log_format)
 
 
 if __name__ == "__main__":

@@ -172,6 +172,7 @@ GOOD_VALUES = {
     "kv_block_size": "32",
     "mock_eos_prob": "0.5",
     "log_level": "debug",
+    "log_format": "json",
     "no_prefix_cache": "true",
     "mock_kv": "true",
 }

@@ -60,6 +60,7 @@ OTHERS = {
     "--backend-url": "",
     "--mock-eos-prob": 0.0,
     "--log-level": "info",
+    "--log-format": "text",
 }
 
 SWITCHES = ["--no-prefix-cache", "--mock-kv"]
@@ -288,6 +289,15 @@ def test_log_levels(text: str) -> None:
     assert Config.load({"log_level": text}, {}).log_level == text.lower()
 
 
+@pytest.mark.parametrize("text", ["text", "json", "JSON"])
+def test_log_formats(text: str) -> None:
+    assert Config.load({"log_format": text}, {}).log_format == text.lower()
+
+
+def test_no_log_format() -> None:
+    assert problem({"log_format": "xml"}) == "--log-format: 'xml' is none of its values; use text or json"
+
+
 def test_no_log_level() -> None:
     assert problem({"log_level": "loud"}) == (
         "--log-level: 'loud' is none of its values; use debug or info or warning or error"
@@ -390,6 +400,7 @@ def test_config_that_exists_holds_all_relations_and_never_changes() -> None:
             "mock_eos_prob": st.floats(0, 1),
             **{name_of(flag): st.booleans() for flag in SWITCHES},
             "log_level": st.sampled_from(["debug", "error"]),
+            "log_format": st.sampled_from(["text", "json"]),
             "addr": st.sampled_from([":0", "[::1]:80", "example:1"]),
         },
     )

@@ -16,47 +16,66 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import types
 from typing import Any
 
 import falcon.asgi  # noqa: F401  loaded before the fork, so that a worker is ready in milliseconds
+import gunicorn.arbiter
 import uvloop  # noqa: F401  likewise
 from gunicorn.errors import HaltServer
 
+from ironbatch import logs
 from ironbatch.clock import MonotonicClock
 from ironbatch.config import Config
 from ironbatch.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, StartError
-from ironbatch.listener import LISTEN_BACKLOG
+from ironbatch.listener import LISTEN_BACKLOG, few_descriptors_problem
 from ironbatch.processes import (
     CHILD_ENVIRONMENT,
+    OUT_OF_MEMORY,
     die_with_parent,
     ignore_reload_signals,
+    is_out_of_memory,
     open_standard_streams,
     set_process_name,
 )
-from ironbatch.shm.engine import SEGMENT_VARIABLE, Engine
-from ironbatch.web import collector  # noqa: F401  and with it the web side's kernels
-from ironbatch.web.lanes import LANE_VARIABLE, LaneBook
-
-ENGINE_STOP_S = 5.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGQUIT, signal.SIGINT)
+from ironbatch.web.gunicorn_log import GunicornLogger
 
 
 def _load_config() -> Config:
     try:
         return Config.load({}, os.environ)
     except ConfigError as problem:
-        print(*(f"ironbatch: error: {line}" for line in problem.problems), sep="\n", file=sys.stderr)
+        logs.complain(problem.problems)
         sys.exit(EXIT_USAGE)
 
 
 open_standard_streams()
 ignore_reload_signals()
 _config = _load_config()
+logs.configure(_config.log_level, _config.log_format)
+GunicornLogger.log_format = _config.log_format
+
+os.environ.update(CHILD_ENVIRONMENT)
+# After the log is set up: these load the web side's kernels, or compile them, which may be worth a warning.
+try:
+    from ironbatch.shm.engine import SEGMENT_VARIABLE, Engine
+    from ironbatch.web import collector  # noqa: F401
+    from ironbatch.web.lanes import LANE_VARIABLE, LaneBook
+except (MemoryError, ImportError, OSError) as problem:
+    if not is_out_of_memory(problem):
+        raise
+    logs.complain([OUT_OF_MEMORY])
+    sys.exit(EXIT_FAILED)
+
+ENGINE_STOP_S = 5.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGQUIT, signal.SIGINT)
 
 # The configuration's, so that both ways to start are configured in one way.
 bind = _config.addr
 workers = _config.workers
 loglevel = _config.log_level
+logger_class = GunicornLogger
 
 # In place of "gunicorn" in the arbiter's title.
 proc_name = "ironbatch"
@@ -96,6 +115,11 @@ keepalive = 5
 backlog = LISTEN_BACKLOG
 
 
+# The arbiter measures the time that streams get at its stop by the wall clock. One that is set forward meanwhile would
+# cut them all, and one that is set back would let the stop last until it has caught up.
+gunicorn.arbiter.time = types.SimpleNamespace(**vars(time) | {"time": time.monotonic})
+
+
 @dataclasses.dataclass
 class _Engine:
     """What the arbiter holds of its engine."""
@@ -119,9 +143,11 @@ def on_starting(server: Any) -> None:
             engine = Engine.create(sized, MonotonicClock().now_ns())
             os.environ.update(sized.to_environ())
             os.environ.update(engine.to_environ())
+            if problem := few_descriptors_problem(sized):
+                server.log.warning("%s", problem)
             process = _start_engine_process(engine)
-    except (StartError, ConfigError) as problem:
-        print(f"ironbatch: error: {problem}", file=sys.stderr)
+    except (StartError, ConfigError) as error:
+        logs.complain([str(error)])
         sys.exit(EXIT_FAILED)
     server.ironbatch = _Engine(engine, LaneBook(engine), process, os.getpid())
     atexit.register(_stop_engine, server)  # a bind that fails ends the arbiter without on_exit
@@ -191,6 +217,9 @@ def post_worker_init(worker: Any) -> None:
     # gunicorn's asgi worker forgets its own `backlog`, and uvloop would listen anew with 100: of 256 clients that come
     # at once some wait for a second until their SYN is sent again.
     worker.loop.create_server = functools.partial(worker.loop.create_server, backlog=worker.cfg.backlog)
+    # From here on it reads requests, and what it logs must not quote them.
+    logs.hide_request_text("gunicorn.error", "gunicorn.access")
+    worker.loop.set_exception_handler(logs.log_loop_problem)
     # A full collection would walk all that was imported, 30 to 70 ms in which every stream stands still.
     gc.collect()
     gc.freeze()

@@ -207,7 +207,7 @@ def _read_lines(process: subprocess.Popen[bytes], output: list[str]) -> None:
 
 
 def _wait_ready(server: Server, form: str) -> int:
-    pattern = r"serving on http://\S+?:(\d+)$" if form == "serve" else r"Listening at: http://\S+?:(\d+) "
+    pattern = r"serving on http://\S+?:(\d+)\"?[}]?$" if form == "serve" else r"Listening at: http://\S+?:(\d+) "
 
     def port() -> int:
         assert server.process.poll() is None, f"ended at start: {''.join(server.output)}"
