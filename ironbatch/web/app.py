@@ -26,6 +26,7 @@ from ironbatch.web.collector import TokenCollector
 from ironbatch.web.generate import EXIT_KEY, GenerateResource
 from ironbatch.web.lanes import LANE_VARIABLE
 from ironbatch.web.request import error_body
+from ironbatch.web.request_id import RequestIds
 from ironbatch.web.status import HealthResource, MetricsResource
 from ironbatch.web.stream import Exit, Send
 from ironbatch.web.wire import Wire
@@ -95,32 +96,44 @@ def _unavailable(reason: str, *middleware: ShortLife) -> Application:
     falcon_app = _falcon_app()
     falcon_app.add_middleware(middleware)
     falcon_app.add_sink(answer)
-    return falcon_app
+    request_ids = RequestIds()
+
+    async def application(scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Send) -> None:
+        way_out = Exit(send, 0, headers=request_ids.begin(scope)) if scope["type"] == "http" else send
+        await falcon_app(scope, receive, way_out)
+
+    return application
 
 
 def _with_exits(falcon_app: FalconApp, max_body_bytes: int, clock: Clock) -> Application:
-    """Give each HTTP request its `Exit`, which a stream may take past Falcon.
+    """Give each HTTP request its id, and its `Exit`, which a stream may take past Falcon.
 
     Falcon waits for the beginning of the body before it does anything. So a body that is announced as too large is
     refused here, and so is one that never comes: the server ends the wait for it, and Falcon then answers nothing.
     """
+    request_ids = RequestIds()
 
     async def application(scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Send) -> None:
         if scope["type"] != "http":
             await falcon_app(scope, receive, send)
             return
-        way_out = scope[EXIT_KEY] = Exit(send, clock.now_ns(), Wire.of(scope, receive))
-        problem = announced_problem(scope["headers"], max_body_bytes)
-        if problem is None:
-            await falcon_app(scope, receive, way_out)
-            problem = None if way_out.has_answered else body_missing()
-        if problem is not None:
-            await _answer_directly(send, problem)
+        headers = request_ids.begin(scope)
+        way_out = scope[EXIT_KEY] = Exit(send, clock.now_ns(), Wire.of(scope, receive), headers)
+        try:
+            problem = announced_problem(scope["headers"], max_body_bytes)
+            if problem is None:
+                await falcon_app(scope, receive, way_out)
+                problem = None if way_out.has_answered else body_missing()
+            if problem is not None:
+                await _answer_directly(way_out, problem)
+        finally:
+            if _log.isEnabledFor(logging.DEBUG):
+                _log.debug("%s %s: %s", scope["method"], scope["path"], way_out.status or "the client has gone")
 
     return application
 
 
-async def _answer_directly(send: Send, problem: RequestRejected) -> None:
+async def _answer_directly(send: Exit, problem: RequestRejected) -> None:
     body = msgspec.json.encode(error_body(problem.type, problem.message, problem.param))
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": problem.status, "headers": headers})

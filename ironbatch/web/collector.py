@@ -132,7 +132,8 @@ class TokenCollector:
             try:
                 stream.write()
             except Exception as problem:  # one stream's fault must not hold up the others
-                _log.exception("stream of slot %d failed", stream.choices[0].slot)
+                about = {"request_id": stream.request_id}
+                _log.exception("stream of slot %d failed", stream.choices[0].slot, extra=about)
                 stream.fail(problem)
         self._active_count = int(
             slots_settle(

@@ -15,9 +15,11 @@ import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any
 
+from ironbatch import logs
 from ironbatch.web.choice import Choice, Choices, LineSource
 from ironbatch.web.wire import Wire
 
+Headers = tuple[tuple[bytes, bytes], ...]
 Send = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
 
 NDJSON = "application/x-ndjson"
@@ -41,21 +43,33 @@ class Exit:
         send: the server's.
         arrival_ns: when the request came.
         wire: the connection below `send`, if it is one that we know.
+        headers: of the answer, whatever it is.
+
+    `status` is the answer's, or 0 while there is none.
     """
 
-    __slots__ = ("_is_taken", "_send", "arrival_ns", "has_answered", "wire")
+    __slots__ = ("_headers", "_is_taken", "_send", "arrival_ns", "has_answered", "status", "wire")
 
-    def __init__(self, send: Send, arrival_ns: int, wire: Wire | None = None) -> None:
+    def __init__(self, send: Send, arrival_ns: int, wire: Wire | None = None, headers: Headers = ()) -> None:
         self._send = send
+        self._headers = headers
         self._is_taken = False
         self.arrival_ns = arrival_ns
         self.has_answered = False
+        self.status = 0
         self.wire = wire
 
     def __call__(self, message: dict[str, Any]) -> Awaitable[None]:
         """Falcon's side: dropped once a stream has answered."""
         self.has_answered = True
-        return _nothing() if self._is_taken else self._send(message)
+        if self._is_taken:
+            return _nothing()
+        return self._send(self.head(message) if message["type"] == "http.response.start" else message)
+
+    def head(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message that starts the answer, with the headers of any."""
+        self.status = message["status"]
+        return {**message, "headers": [*message["headers"], *self._headers]}
 
     def take(self) -> Send:
         """From now on the answer is the caller's alone."""
@@ -78,10 +92,11 @@ class TokenStream:
     `ended` is done once the last chunk is handed to the socket, or has the exception that the client is owed.
     """
 
-    __slots__ = ("_blocked", "_send", "_source", "_way_out", "_wire", "choices", "ended", "was_cancelled")
+    __slots__ = ("_blocked", "_send", "_source", "_way_out", "_wire", "choices", "ended", "request_id", "was_cancelled")
 
     def __init__(self, way_out: Exit, choices: Sequence[Choice]) -> None:
         self.choices = choices
+        self.request_id = logs.request_id.get()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.was_cancelled = False
         self._way_out = way_out
@@ -131,7 +146,7 @@ class TokenStream:
         if not self._source.has_begun:
             return False
         self._send = self._way_out.take()
-        return self._run(self._send(RESPONSE_START), is_last=False)
+        return self._run(self._send(self._way_out.head(RESPONSE_START)), is_last=False)
 
     def _run(self, sending: Coroutine[Any, Any, None], *, is_last: bool) -> bool:
         """Send as a plain call. False when that waits: a task goes on with it."""

@@ -30,7 +30,9 @@ def servers() -> Iterator[tuple[Server, Server]]:
 
 def request(method: str = "POST", version: str = "1.1", *headers: str) -> bytes:
     length = f"Content-Length: {len(BODY)}" if method == "POST" else "Accept: */*"
-    head = "\r\n".join([f"{method} /generate HTTP/{version}", "Host: test", length, *headers, "", ""])
+    head = "\r\n".join(
+        [f"{method} /generate HTTP/{version}", "Host: test", "X-Request-Id: raw", length, *headers, "", ""]
+    )
     return head.encode() + (BODY if method == "POST" else b"")
 
 
