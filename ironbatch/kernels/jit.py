@@ -7,17 +7,21 @@ numba's cache has three faults that matter to a server, and this module deals wi
 
 * it does not notice that an imported helper changed: the directory's name holds a hash of all kernel sources;
 * code compiled with NUMBA_BOUNDSCHECK=1 and without share their files: the setting is part of the hash;
-* a truncated file raises at import: the directory is emptied and the kernel compiled again, and if that fails too it is
-  compiled without a cache. So it is when the directory cannot be written, for then numba would quietly keep the code
-  beside the sources, where neither of the above is dealt with.
+* a truncated file raises at import: the kernel's files are removed, and it is compiled again.
+
+Where the directory cannot be written (read-only, full), the kernels are compiled without a cache, for then numba would
+quietly keep the code beside the sources, where none of the above is dealt with. So they are where it is another user's:
+whoever may write there decides what this process runs. Either is one warning, and a start that takes longer.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import logging
 import os
-import shutil
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +34,9 @@ from numba.core.errors import NumbaError
 _log = logging.getLogger("ironbatch.jit")
 
 CACHE_VARIABLE = "IRONBATCH_CACHE_DIR"
+PRIVATE = 0o700
+ATTEMPTS = 3
+"""To compile a kernel through the cache. Two processes that start together may meet the same damaged file."""
 
 # Nobody calls these through C, nor the helpers from Python. Their wrappers would be a quarter of the time to compile.
 _KERNEL = {"error_model": "numpy", "no_cfunc_wrapper": True}
@@ -56,24 +63,76 @@ def cache_directory() -> Path:
     return Path(base) / f"kernels-{source_digest()}"
 
 
-def _can_write(directory: Path) -> bool:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
-    except OSError as problem:
-        _log.warning("the kernels are compiled anew at each start, since their cache cannot be written: %s", problem)
-        return False
-    return True
+class KernelCache:
+    """Where compiled kernels are kept, as long as it is of use.
+
+    Args:
+        directory: is made if it is not there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._has_warned = False
+        self.is_usable = True
+        self.path = ""
+        """The directory by its descriptor: who may rename what is above it can put no other in its place."""
+        try:
+            self.path = f"/proc/self/fd/{_opened_for_us_alone(directory)}"
+            tempfile.TemporaryFile(dir=self.path).close()
+        except OSError as problem:
+            self.give_up(problem)
+
+    def give_up(self, problem: OSError) -> None:
+        """Go on without it: what is wrong will be wrong for the next kernel too."""
+        self.is_usable = False
+        reason = problem.strerror or problem
+        self._warn(f"the kernels are compiled anew at each start: their cache {self._directory} is not used: {reason}")
+
+    def repair(self, function: Callable[..., Any], problem: Exception) -> None:
+        """Remove what it holds of a function: it cannot be read."""
+        for path in Path(self.path).rglob(f"*.{function.__qualname__}-*"):
+            path.unlink(missing_ok=True)
+        kind = type(problem).__name__
+        self._warn(f"the cache {self._directory} is damaged ({function.__name__}: {kind}); what is, is compiled anew")
+
+    def has(self, module: str) -> bool:
+        """Whether there is code of a kernel module, such as `ironbatch.kernels.plan`."""
+        return self.is_usable and any(Path(self.path).rglob(f"{module.rpartition('.')[2]}.*.nbi"))
+
+    def _warn(self, message: str) -> None:
+        """Once: seventy kernels have one cache."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s", message)
+
+
+def _opened_for_us_alone(directory: Path) -> int:
+    """A descriptor of the directory; OSError says why it can't be had, or must not be used."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=PRIVATE)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    found = os.fstat(descriptor)
+    if found.st_uid != os.geteuid():
+        problem = f"it belongs to user {found.st_uid}, and this process is user {os.geteuid()}"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"others may write there (mode {stat.S_IMODE(found.st_mode):o})"
+    else:
+        os.fchmod(descriptor, PRIVATE)
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(
+        errno.EPERM, f"{problem}, so the code in it need not be ours; remove it, or set {CACHE_VARIABLE} to another"
+    )
 
 
 def is_compiled(module: str) -> bool:
     """Whether the cache has code of a kernel module, such as `ironbatch.kernels.plan`."""
-    return any(_directory.rglob(f"{module.rpartition('.')[2]}.*.nbi"))
+    return _cache.has(module)
 
 
-_directory = cache_directory()
-_is_cached = _can_write(_directory)
-numba.config.CACHE_DIR = str(_directory)
+_cache = KernelCache(cache_directory())
+numba.config.CACHE_DIR = _cache.path
 
 
 def kernel(signature: str) -> Callable[[F], F]:
@@ -90,14 +149,19 @@ def kernel(signature: str) -> Callable[[F], F]:
 
 
 def _compile(signature: str, function: Callable[..., Any]) -> Any:
-    for attempt in ("cached", "cached, after the cache was emptied") if _is_cached else ():
+    for _ in range(ATTEMPTS):
+        if not _cache.is_usable:
+            break
         try:
             return njit(signature, cache=True, **_KERNEL)(function)
         except NumbaError:
             raise
-        except Exception as problem:
-            _log.warning("kernel %s, %s: %s: %s", function.__name__, attempt, type(problem).__name__, problem)
-            shutil.rmtree(_directory, ignore_errors=True)
+        except FileNotFoundError:  # another process has just repaired it
+            continue
+        except OSError as problem:
+            _cache.give_up(problem)
+        except Exception as problem:  # whatever unpickling nonsense may raise
+            _cache.repair(function, problem)
     return njit(signature, **_KERNEL)(function)
 
 
