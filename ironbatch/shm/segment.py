@@ -30,7 +30,19 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14, include/uapi/asm-generic/mman-common.h; 
 
 
 class _Memory(shared_memory.SharedMemory):
-    """Its `__del__` complains of views that live as long as the process does."""
+    """SharedMemory without two of its habits.
+
+    Its `__del__` complains of views that live as long as the process does. And it unlinks a segment that it cannot map,
+    also one of others: a worker that is short of memory would take it from all who come after.
+    """
+
+    def __init__(self, name: str, *, create: bool = False, size: int = 0, **options: Any) -> None:
+        self._is_ours = create
+        super().__init__(name, create=create, size=size, **options)
+
+    def unlink(self) -> None:
+        if self._is_ours:
+            super().unlink()
 
     def __del__(self) -> None:
         with contextlib.suppress(BufferError, OSError):

@@ -206,6 +206,22 @@ def test_an_attached_process_that_exits_does_not_remove_it(segment: Segment) -> 
     assert segment.slots[0]["seed"] == 41
 
 
+def test_a_process_that_has_no_memory_to_attach_does_not_remove_it(segment: Segment) -> None:
+    """SharedMemory itself unlinks what it cannot map."""
+    program = """
+    import resource, sys
+    from ironbatch.shm.segment import Segment
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))
+    try:
+        Segment.attach(sys.argv[1])
+    except OSError as problem:
+        print(problem.strerror)
+    """
+    code, out, _ = finished(python(program, segment.name))
+    assert (code, out) == (0, "Cannot allocate memory\n")
+    assert (SHM / segment.name).exists()
+
+
 def test_the_control_a_plain_attach_does_remove_it() -> None:
     control = shared_memory.SharedMemory(f"ironbatch-test-{secrets.token_hex(4)}", create=True, size=64)
     path = SHM / control.name
