@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import json
 import re
 import struct
 from typing import Any, NamedTuple
@@ -34,8 +36,13 @@ _WANTED = {
     "cache_salt": f"a string of 1 to {limits.CACHE_SALT_CHARS_MAX} characters, or leave it out",
 }
 
+_EXAMPLE = '{"prompt_tokens": 128, "max_new_tokens": 64}'
+
 NO_SALT = (0, 0)
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_CONSTANT = re.compile("NaN|Infinity")  # which Python's reader takes for numbers
 
 _JSON_WORDS = {
     "int": "a whole number",
@@ -145,26 +152,57 @@ def parse_request(body: bytes, engine: RequestLimits, default_seed: int) -> Gene
 
 def _decode(body: bytes) -> _Body:
     if not body:
-        raise _invalid(None, 'the body is empty; send JSON such as {"prompt_tokens": 128, "max_new_tokens": 64}')
+        raise _invalid(None, f"the body is empty; send JSON such as {_EXAMPLE}")
     try:
         return _decoder.decode(body)
     except msgspec.ValidationError as problem:
         message, _, path = str(problem).partition(" - at `$")
-        field = path.strip("`.").partition("[")[0].partition(".")[0] or None
+        place = path.strip("`.")
+        field = place.partition("[")[0].partition(".")[0] or None
         if field is None:
             raise _invalid(None, f"the body {_found(message)}; send a JSON object of a request's fields") from None
-        raise _invalid(field, f"{field} {_found(message)}; give {_WANTED.get(field, 'another value')}") from None
+        raise _invalid(field, f"{place} {_found(message)}; give {_WANTED.get(field, 'another value')}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise _invalid(None, f"the body is not valid JSON: {problem}") from None
+        raise _unreadable(body, str(problem)) from None
     except RecursionError:
         raise _invalid(None, "the body is not valid JSON for a request: it is nested too deeply") from None
+
+
+def _unreadable(body: bytes, problem: str) -> RequestRejected:
+    """Why a body is no JSON, where msgspec's words for it would not help."""
+    if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in body[:4]:
+        return _invalid(None, "the body is in another encoding, such as UTF-16; send JSON in UTF-8")
+    if body.startswith(codecs.BOM_UTF8):
+        return _invalid(None, "the body begins with a byte order mark; send the JSON without it")
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as fault:
+        return _invalid(None, f"the body is not UTF-8 at byte {fault.start} (0x{body[fault.start]:02x}); encode it so")
+    return _surrogate_problem(text) or _invalid(None, f"the body is not valid JSON: {problem}; send such as {_EXAMPLE}")
+
+
+def _surrogate_problem(text: str) -> RequestRejected | None:
+    """Half of a surrogate pair, which Python's reader takes, and msgspec calls malformed or truncated."""
+    if not _SURROGATE_ESCAPE.search(text) or _CONSTANT.search(text):
+        return None
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    for name in fields if isinstance(fields, dict) else ():
+        if name in _WANTED and isinstance(fields[name], str) and (half := _SURROGATE.search(fields[name])):
+            said = f"{name} holds \\u{ord(half[0]):04x}, half of a surrogate pair, which is no character"
+            return _invalid(name, f"{said}; give {_WANTED[name]}")
+    return _invalid(
+        None, "the body holds half of a surrogate pair (\\ud800 to \\udfff), which is no character; remove it"
+    )
 
 
 def _found(message: str) -> str:
     """What msgspec has found, in JSON's words: its own are Python's."""
     match = re.search(r"got `(\w+)`", message)
     if match is None:
-        return f"has a {message[0].lower()}{message[1:]}" if message.startswith("Number") else f"is wrong ({message})"
+        return "is a number out of range" if message.endswith("out of range") else f"is wrong ({message})"
     return f"is {_JSON_WORDS.get(match[1], match[1])}"
 
 
