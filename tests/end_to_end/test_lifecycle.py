@@ -15,7 +15,6 @@ import pytest
 from tests.end_to_end.server import (
     FORMS,
     RawStream,
-    Server,
     command,
     plain_body,
     run_to_end,
@@ -156,46 +155,6 @@ def test_a_bad_option_names_itself_and_its_bounds(form: str) -> None:
     assert "16 or 32" in output
     assert ("--kv-block-size" if form == "serve" else "IRONBATCH_KV_BLOCK_SIZE") in output
     assert "Traceback" not in output
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_too_small_a_dev_shm_is_a_message_at_start(form: str, tmp_path: Path) -> None:
-    words, environ = command(form, {})
-    script = tmp_path / "start"
-    script.write_text('mount -t tmpfs -o size=1M tmpfs /dev/shm || exit 77\n"$@"\necho "exit $?"\nls /dev/shm\n')
-    inside = ["unshare", "--mount", "sh", str(script), *words]
-    done = subprocess.run(inside, env=environ, capture_output=True, text=True, timeout=120, cwd="/", check=False)
-    if done.returncode == 77 or "unshare failed" in done.stderr:
-        pytest.skip(f"no private mount here: {done.stderr.strip()}")
-    assert "shared memory" in done.stderr
-    assert "1.0 MiB free" in done.stderr
-    assert "Traceback" not in done.stderr
-    *_, exit_line = done.stdout.splitlines()
-    assert exit_line == "exit 1", done.stdout  # and nothing is listed after it
-
-
-@pytest.mark.parametrize(
-    ("form", "closed"),
-    [("serve", "<&-"), ("serve", "<&- >&- 2>&-"), ("serve", ">/dev/full"), ("gunicorn", "<&- >&- 2>&-")],
-)
-def test_serves_whatever_becomes_of_its_standard_streams(form: str, closed: str) -> None:
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-    words, environ = command(form, {"addr": f"127.0.0.1:{port}", "workers": 1})
-    process = subprocess.Popen(["sh", "-c", f'exec "$@" {closed}', "sh", *words], env=environ, cwd="/")
-    server = Server(process, port, [], "")
-    try:
-        wait_until(server.is_healthy, "health", 60)
-        stream = RawStream(port, {"prompt_tokens": 1, "max_new_tokens": 5})
-        assert stream.read_all() == plain_body(5)
-        stream.close()
-        (server.segment,) = segments_of(process.pid)
-        assert server.stop() in (0, 120)  # 120: Python could not flush its output
-        server.assert_nothing_left()
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize(

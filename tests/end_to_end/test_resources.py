@@ -62,14 +62,15 @@ def said(server: Server) -> str:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_dev_shm_of_1_mib_is_a_message_at_start(form: str) -> None:
-    prefix = in_private_mounts("mount -t tmpfs -o size=1M tmpfs /dev/shm")
-    words, environ = changed_command(prefix, {}, form, {})
+    mounted = in_private_mounts("mount -t tmpfs -o size=1M tmpfs /dev/shm")
+    words, environ = changed_command([*mounted, "sh", "-c", '"$@"; echo "exit $?"; ls /dev/shm', "sh"], {}, form, {})
     done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=START_S, cwd="/", check=False)
-    assert done.returncode not in (0, None)
     (told,) = [line for line in done.stderr.splitlines() if "shared memory" in line]
     for part in ("1.0 MiB free", "--max-queued-requests", "--max-model-len", "docker run --shm-size"):
         assert part in told
     assert "Traceback" not in done.stderr
+    *_, last = done.stdout.splitlines()
+    assert last == "exit 1", "and nothing is listed after it"
 
 
 @pytest.mark.parametrize("form", FORMS)
