@@ -8,7 +8,8 @@ gunicorn's command line outranks both.
 
 Leave these as they are, or the engine does not work as documented:
 
-- worker_class, asgi_loop: another worker does not notice that a client has gone, and goes on generating for it.
+- worker_class, asgi_loop: another worker has no time-outs for slow clients, and may not notice that one has gone, and
+  go on generating for it.
 - asgi_lifespan: without it a worker collects no tokens.
 - asgi_disconnect_grace_period: any other value keeps the KV blocks of clients that have gone.
 - preload_app: the application needs a lane, which a worker gets after its fork.
@@ -43,8 +44,8 @@ from ironbatch.web.gunicorn_conf import *  # noqa: F403
 # whoever stops gunicorn wait for 15 s longer.
 # graceful_timeout = 30
 
-# Seconds that an idle connection may stay. Behind a load balancer set it above the balancer's own idle time, so that
-# the balancer is the one to close; a shutdown may take as much longer.
+# Seconds that an idle connection may stay. Better set IRONBATCH_KEEPALIVE_TIMEOUT_S. Behind a load balancer set it
+# above the balancer's own idle time, so that the balancer is the one to close.
 # keepalive = 5
 
 # Seconds of silence after which a worker counts as hung and is replaced, with its streams. A stream's length does not

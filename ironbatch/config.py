@@ -156,6 +156,27 @@ class Config:
         "BYTES",
         "largest request body; a larger one is 413",
     )
+    header_timeout_s: int = _whole(
+        10, limits.HTTP_TIMEOUT_S, "SECONDS", "seconds that a request's head may take to come; then it is 408"
+    )
+    body_timeout_s: int = _whole(
+        30, limits.HTTP_TIMEOUT_S, "SECONDS", "seconds without a byte of an announced body; then it is 408"
+    )
+    write_timeout_s: int = _whole(
+        60,
+        limits.HTTP_TIMEOUT_S,
+        "SECONDS",
+        "seconds without a client's taking what waits for it; then it is cut",
+    )
+    keepalive_timeout_s: int = _whole(
+        5, limits.HTTP_TIMEOUT_S, "SECONDS", "seconds that an idle connection may stay for its next request"
+    )
+    max_connections: int = _whole(
+        4096,
+        limits.MAX_CONNECTIONS,
+        "COUNT",
+        "connections of each web worker; fewer if its descriptors do not suffice; beyond them it is 503",
+    )
     seed: int = _whole(0, limits.SEED, "SEED", "sampling seed of requests that name none")
     mock_token_latency_us: int = _whole(
         200, limits.MOCK_TOKEN_LATENCY_US, "US", "mock: microseconds a step takes, whatever its batch"

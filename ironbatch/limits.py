@@ -103,6 +103,10 @@ MAX_HOST_CHARS: Final = 253  # RFC 1035's 255 octets, as text
 MAX_BODY_BYTES: Final = Bound(KIB, GIB)
 MAX_BODY_BYTES_DEFAULT: Final = 8 * MIB
 MAX_URL_CHARS: Final = 2048
+HTTP_TIMEOUT_S: Final = Bound(1, 86_400)
+MAX_CONNECTIONS: Final = Bound(1, 1_000_000)  # of a web worker
+MAX_HEAD_BYTES: Final = 64 * KIB  # request line and headers together
+MIN_BODY_RATE: Final = 100  # bytes a second, on average, of a body that takes longer than the body time-out
 
 # The mock: its KV in host memory, its latency model
 MAX_MOCK_KV_BYTES: Final = 8 * GIB

@@ -122,10 +122,9 @@ def _with_exits(falcon_app: FalconApp, max_body_bytes: int, clock: Clock) -> App
         try:
             problem = announced_problem(scope["headers"], max_body_bytes)
             if problem is None:
-                await falcon_app(scope, receive, way_out)
-                problem = None if way_out.has_answered else body_missing()
+                problem = await _run(falcon_app, scope, receive, way_out)
             if problem is not None:
-                await _answer_directly(way_out, problem)
+                await _answer_directly(way_out, problem, has_body=scope["method"] != "HEAD")
         finally:
             if _log.isEnabledFor(logging.DEBUG):
                 _log.debug("%s %s: %s", scope["method"], scope["path"], way_out.status or "the client has gone")
@@ -133,11 +132,22 @@ def _with_exits(falcon_app: FalconApp, max_body_bytes: int, clock: Clock) -> App
     return application
 
 
-async def _answer_directly(send: Exit, problem: RequestRejected) -> None:
+async def _run(
+    falcon_app: FalconApp, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], way_out: Exit
+) -> RequestRejected | None:
+    """What is left to answer when Falcon is done."""
+    try:
+        await falcon_app(scope, receive, way_out)
+    except RequestRejected as refusal:  # `receive` has it of the connection: the body will not come
+        return refusal
+    return None if way_out.has_answered else body_missing()
+
+
+async def _answer_directly(way_out: Exit, problem: RequestRejected, *, has_body: bool) -> None:
     body = msgspec.json.encode(error_body(problem.type, problem.message, problem.param))
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": problem.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    await way_out({"type": "http.response.start", "status": problem.status, "headers": headers})
+    await way_out({"type": "http.response.body", "body": body if has_body else b"", "more_body": False})
 
 
 def _falcon_app() -> FalconApp:

@@ -21,6 +21,7 @@ import types
 from typing import Any
 
 import falcon.asgi  # noqa: F401  loaded before the fork, so that a worker is ready in milliseconds
+import gunicorn
 import gunicorn.arbiter
 import uvloop  # noqa: F401  likewise
 from gunicorn.errors import HaltServer
@@ -62,6 +63,7 @@ try:
     from ironbatch.shm.engine import SEGMENT_VARIABLE, Engine
     from ironbatch.web import collector  # noqa: F401
     from ironbatch.web.lanes import LANE_VARIABLE, LaneBook
+    from ironbatch.web.wire import KNOWN_GUNICORN, KNOWN_PROTOCOLS
 except (MemoryError, ImportError, OSError) as problem:
     if not is_out_of_memory(problem):
         raise
@@ -80,8 +82,9 @@ logger_class = GunicornLogger
 # In place of "gunicorn" in the arbiter's title.
 proc_name = "ironbatch"
 
-# gunicorn's own asgi worker stops a stream as soon as its client has gone; the uvicorn worker did not stop it at all.
-worker_class = "asgi"
+# gunicorn's asgi worker with our guard for each connection; its own alone where its release is not the known one.
+# Another kind may not stop a stream when its client has gone: the uvicorn worker did not.
+worker_class = "ironbatch.web.worker.Worker" if KNOWN_PROTOCOLS else "asgi"
 asgi_loop = "uvloop"
 
 # The collector starts and stops with the event loop. "auto" would serve without it where its start fails.
@@ -108,8 +111,8 @@ timeout = 30
 # supervisor does for 40 s, deploy/ironbatch.service for 45.
 graceful_timeout = 30
 
-# Seconds that an idle connection may stay for its next request. A shutdown waits for it too, hence not longer.
-keepalive = 5
+# Seconds that an idle connection may stay for its next request.
+keepalive = _config.keepalive_timeout_s
 
 # Connections that wait to be accepted: a burst should wait for its answer, or its 503, not for TCP's next try.
 backlog = LISTEN_BACKLOG
@@ -190,6 +193,12 @@ def when_ready(server: Any) -> None:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
+    if not KNOWN_PROTOCOLS:
+        server.log.warning(
+            "gunicorn %s is not the release that Ironbatch knows (%s): its connections have no header, body and write"
+            " time-outs and no limit of their number, and streams cost more",
+            *(gunicorn.__version__, ".".join(map(str, KNOWN_GUNICORN))),
+        )
     server.handle_usr2 = refuse_usr2
     server.spawn_worker = spawn_worker_with_signals_held
     server.reap_workers = reap_workers_and_engine

@@ -25,16 +25,18 @@ FRAMINGS = {"1.0": False, "1.1": True}
 """HTTP version: whether a body without a length is sent in chunks (RFC 9112, section 6.3); else its end is a close."""
 
 
-def known_protocol(version_info: tuple[int, ...]) -> Any:
-    """Gunicorn's protocol class if it is of the known release; else None."""
+def known_protocols(version_info: tuple[int, ...]) -> tuple[Any, ...]:
+    """The protocol classes of a gunicorn of the known release: its own, and ours on top of it; else none."""
     if version_info[:2] != KNOWN_GUNICORN:
-        return None
+        return ()
     from gunicorn.asgi.protocol import ASGIProtocol  # noqa: PLC0415  which another release need not have
 
-    return ASGIProtocol
+    from ironbatch.web.connection import Connection  # noqa: PLC0415  which needs it
+
+    return (ASGIProtocol, Connection)
 
 
-KNOWN_PROTOCOL = known_protocol(gunicorn.version_info)
+KNOWN_PROTOCOLS = known_protocols(gunicorn.version_info)
 
 
 class Wire:
@@ -55,7 +57,7 @@ class Wire:
     def of(cls, scope: Mapping[str, Any], receive: Receive) -> Wire | None:
         """The wire below an ASGI request; None for another server than the known one, and for another protocol."""
         protocol: Any = getattr(getattr(receive, "__self__", None), "protocol", None)
-        if protocol is None or type(protocol) is not KNOWN_PROTOCOL:
+        if type(protocol) not in KNOWN_PROTOCOLS:
             return None
         is_chunked = FRAMINGS.get(scope["http_version"])
         if is_chunked is None or protocol.reader is not None:  # HTTP/2 and uwsgi read from a stream

@@ -162,9 +162,10 @@ Application = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Any], Awai
 class Body:
     """A request's body as the server hands it on, part by part; counts the parts that were asked for."""
 
-    def __init__(self, parts: Iterable[bytes], *, is_cut_off: bool = False) -> None:
+    def __init__(self, parts: Iterable[bytes], *, is_cut_off: bool = False, problem: Exception | None = None) -> None:
         self._parts: Iterator[bytes] = iter(parts)
         self._is_cut_off = is_cut_off
+        self._problem = problem
         self._is_over = False
         self.taken = 0
 
@@ -176,6 +177,8 @@ class Body:
             self.taken += 1
             return {"type": "http.request", "body": part, "more_body": True}
         self._is_over = True
+        if self._problem is not None:
+            raise self._problem
         if self._is_cut_off:
             return {"type": "http.disconnect"}
         return {"type": "http.request", "body": b"", "more_body": False}

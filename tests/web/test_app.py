@@ -23,6 +23,7 @@ from ironbatch.kernels.emission import mock_token
 from ironbatch.shm.engine import Engine
 from ironbatch.shm.wakeup import Doorbell
 from ironbatch.web.app import create_app
+from ironbatch.web.body import body_missing
 from ironbatch.web.lanes import LANE_VARIABLE
 from tests.support import ScriptedBackend, small_engine
 from tests.web.fakes import (
@@ -426,6 +427,26 @@ async def test_a_body_that_never_comes_is_408(server: Server) -> None:
             answer = await fetch(server.app, "POST", path, Body([], is_cut_off=True), [(b"content-length", b"10")])
             assert (answer.status, answer.error["type"]) == (408, "request_timeout")
         assert server.counts() == {}
+
+
+@pytest.mark.parametrize("parts", [[], [b'{"prompt_tokens": 3'], [b"{", b'"prompt']])
+@pytest.mark.parametrize("is_cut_off", [False, True])
+@in_loop
+async def test_a_body_that_stalls_is_408(server: Server, parts: list[bytes], *, is_cut_off: bool) -> None:
+    """As our connection tells it; and as gunicorn's own does, by a client that seems to have gone."""
+    async with Lifetime(server.app):
+        body = Body(parts, is_cut_off=True) if is_cut_off else Body(parts, problem=body_missing())
+        answer = await fetch(server.app, "POST", "/generate", body, [(b"content-length", b"100")])
+        assert (answer.status, answer.error["type"]) == (408, "request_timeout")
+        assert server.counts() == ({"received": 1, "rejected": 1} if parts else {})
+        assert not server.segment.slots["owner"].any()
+
+
+@in_loop
+async def test_a_head_request_that_is_refused_has_no_body(server: Server) -> None:
+    async with Lifetime(server.app):
+        answer = await fetch(server.app, "HEAD", "/generate", Body([]), [(b"content-length", b"9" * 15)])
+        assert (answer.status, answer.body) == (413, b"")
 
 
 @pytest.mark.parametrize("part_bytes", [1, 100, MAX_BODY_BYTES, 65_536])

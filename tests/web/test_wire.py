@@ -18,9 +18,10 @@ from gunicorn.config import Config
 from ironbatch.layout import FINISH_LENGTH, FINISH_NONE
 from ironbatch.web import wire as wire_module
 from ironbatch.web.choice import Choice
+from ironbatch.web.connection import Connection
 from ironbatch.web.lines import plain_lines
 from ironbatch.web.stream import MAX_CHUNK_LINES, Exit, TokenStream
-from ironbatch.web.wire import KNOWN_GUNICORN, Wire, known_protocol
+from ironbatch.web.wire import KNOWN_GUNICORN, Wire, known_protocols
 from tests.web.fakes import expected_lines, in_loop, turn, until
 
 HIGH_WATER_BYTES = 65_536
@@ -361,7 +362,7 @@ async def test_an_access_log_counts_what_send_was_given() -> None:
 
 @in_loop
 async def test_another_gunicorn_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire_module, "KNOWN_PROTOCOL", known_protocol((28, 0, 0)))
+    monkeypatch.setattr(wire_module, "KNOWN_PROTOCOLS", known_protocols((28, 0, 0)))
     assert await wire_of(Server()) is None
 
 
@@ -371,5 +372,5 @@ def test_a_receive_of_another_server_has_none(receive: Any) -> None:
 
 
 def test_the_pinned_gunicorn_is_the_known_one() -> None:
-    assert known_protocol((*KNOWN_GUNICORN, 1)) is ASGIProtocol
-    assert wire_module.KNOWN_PROTOCOL is ASGIProtocol
+    assert known_protocols((*KNOWN_GUNICORN, 1)) == (ASGIProtocol, Connection)
+    assert (ASGIProtocol, Connection) == wire_module.KNOWN_PROTOCOLS
