@@ -17,6 +17,8 @@ Leave these as they are, or the engine does not work as documented:
 - control_socket_disable: what the socket can do beside signals, the engine does not expect.
 - on_starting, when_ready, pre_fork, post_fork, post_worker_init, child_exit, on_exit: the hooks that tie gunicorn to
   the engine. One of your own must call the one it replaces.
+- graceful_timeout: set IRONBATCH_DRAIN_TIMEOUT_S, which it follows. Whoever kills a gunicorn that does not stop waits
+  for 15 s longer.
 - daemon, reload, reuse_port: leave them off. The engine stays with the process that made it, HUP reloads, and all
   workers share one socket.
 
@@ -39,10 +41,6 @@ from ironbatch.web.gunicorn_conf import *  # noqa: F403
 # Where requests are logged; "-" is stdout. Off unless you set it: a line a request costs time in the worker that also
 # streams.
 # accesslog = "-"
-
-# Seconds that running streams get at a shutdown or a reload. Set it to the longest answer that must not be cut, and let
-# whoever stops gunicorn wait for 15 s longer.
-# graceful_timeout = 30
 
 # Seconds that an idle connection may stay. Better set IRONBATCH_KEEPALIVE_TIMEOUT_S. Behind a load balancer set it
 # above the balancer's own idle time, so that the balancer is the one to close.

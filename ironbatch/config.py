@@ -133,6 +133,12 @@ class Config:
         "COUNT",
         "sequences that may wait, one a choice; beyond them it is 503",
     )
+    queue_timeout_s: int = _whole(
+        0,
+        limits.QUEUE_TIMEOUT_S,
+        "SECONDS",
+        "seconds that a request may wait to be scheduled for the first time; then it is 503; 0: as long as it takes",
+    )
     no_prefix_cache: bool = _switch("compute every prompt whole, also where its beginning is in the KV pool already")
     priority_aging_s: int = _whole(
         10,
@@ -176,6 +182,12 @@ class Config:
         limits.MAX_CONNECTIONS,
         "COUNT",
         "connections of each web worker; fewer if its descriptors do not suffice; beyond them it is 503",
+    )
+    drain_timeout_s: int = _whole(
+        30,
+        limits.DRAIN_TIMEOUT_S,
+        "SECONDS",
+        "seconds that running streams get to end at a stop or a reload; then they end with an error line",
     )
     seed: int = _whole(0, limits.SEED, "SEED", "sampling seed of requests that name none")
     mock_token_latency_us: int = _whole(

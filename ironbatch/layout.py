@@ -84,10 +84,12 @@ HEADER = _table(
         ("created_ns", "<i8"),
         ("running_offset", "<i8"),
     ),
-    # The supervisor.
+    # The supervisor. Whoever stops the system writes the two of draining: the supervisor, or the gunicorn that has
+    # started it.
     (
         ("epoch", "<i8"),  # counts the schedulers
         ("draining", "<i8"),
+        ("streams_end_ns", "<i8"),  # while draining: when streams that still run are ended with an error
         ("device_hung", "<i8"),  # a scheduler that was killed does not die
     ),
     # The scheduler: what /health reads, and what its successor asks if it dies.
@@ -117,8 +119,8 @@ LANE = _table(
     (("worker_sleeping", "<i8"),),
     # The parent of the web workers (gunicorn's arbiter): who holds the lane, and which holders have died.
     (("generation", "<i8"), ("dead_generation", "<i8")),
-    # The web worker: written once its event loop runs.
-    (("worker_pid", "<i8"), ("serving_generation", "<i8")),
+    # The web worker: written once its event loop runs; the last one while the engine drains, when no request is left.
+    (("worker_pid", "<i8"), ("serving_generation", "<i8"), ("drained_generation", "<i8")),
 )
 
 LANE_ENTRY = np.dtype({"names": ["slot", "generation"], "formats": ["<i8", "<i8"], "itemsize": 16})
@@ -221,6 +223,7 @@ METRICS = _table(
         ("requests_unavailable", "<i8"),  # the moment's: queue full, engine not up
         ("tokens_delivered", "<i8"),
         ("chunks_delivered", "<i8"),
+        ("requests_timed_out", "<i8"),  # of those failed: by their own time-out, or the queue's
     ),
     (("ttft_us", "<i8", (HISTOGRAM_BUCKETS,)),),
     (("inter_token_us", "<i8", (HISTOGRAM_BUCKETS,)),),
@@ -336,5 +339,5 @@ def segment_bytes(*, num_slots: int, num_lanes: int, max_model_len: int) -> int:
     return offsets(num_slots=num_slots, num_lanes=num_lanes, max_model_len=max_model_len).total
 
 
-for _dtype, _bytes in ((HEADER, 384), (LANE, 320), (LANE_ENTRY, 16), (SLOT, 320), (METRICS, 320 + 2 * 8 * 896)):
+for _dtype, _bytes in ((HEADER, 384), (LANE, 320), (LANE_ENTRY, 16), (SLOT, 320), (METRICS, 384 + 2 * 8 * 896)):
     assert _dtype.itemsize == _bytes, f"layout changed: {_dtype.names} has {_dtype.itemsize} bytes, not {_bytes}"

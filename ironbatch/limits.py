@@ -68,6 +68,8 @@ PRIORITY: Final = Bound(PRIORITY_MIN, PRIORITY_MAX)
 PRIORITY_DEFAULT: Final = 0
 PRIORITY_CLASSES: Final = PRIORITY_MAX - PRIORITY_MIN + 1
 PRIORITY_AGING_S: Final = Bound(0, 86_400)
+QUEUE_TIMEOUT_S: Final = Bound(0, 86_400)
+REQUEST_TIMEOUT_S_MAX: Final = 86_400
 CHOICES_MAX: Final = 128  # of one request
 CACHE_SALT_CHARS_MAX: Final = 256
 
@@ -92,6 +94,7 @@ LONGEST_STEP_NS: Final = Bound(0, 2**62)  # it is added to times
 DEVICE_BUCKETS_MAX: Final = 1024
 
 # Processes and shared memory
+DRAIN_TIMEOUT_S: Final = Bound(0, 86_400)
 WORKERS: Final = Bound(1, 64)
 MAX_SEGMENT_BYTES: Final = 64 * GIB
 SLOT_OVERHEAD_BYTES: Final = 320  # a slot's record

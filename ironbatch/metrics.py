@@ -49,6 +49,7 @@ _WORKER_COUNTERS = (
     "tokens_delivered",
     "chunks_delivered",
 )
+_LATER_WORKER_COUNTERS = ("requests_timed_out",)
 
 
 def snapshot(metrics: NDArray[Any], elapsed_ns: int) -> dict[str, int]:
@@ -79,6 +80,7 @@ def snapshot(metrics: NDArray[Any], elapsed_ns: int) -> dict[str, int]:
     for percent in (50, 90, 99):
         values[f"ttft_p{percent}_us"] = int(histogram_percentile(ttft_us, percent / 100))
     values |= {name: int(scheduler[name]) for name in _LATER_SCHEDULER_VALUES}
+    values |= {name: int(workers[name].sum()) for name in _LATER_WORKER_COUNTERS}
     return values
 
 

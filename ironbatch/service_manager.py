@@ -81,8 +81,7 @@ class ServiceManager:
 
     def starting(self, status: str, *, limit_s: float | None = None) -> None:
         """The start has come so far; from now it may take `limit_s`, if that is longer than it may take anyway."""
-        extension = [] if limit_s is None else [f"EXTEND_TIMEOUT_USEC={limit_s * US_PER_S:.0f}"]
-        self._send(*self._changed(status), *extension)
+        self._send(*self._changed(status), *_extension(limit_s))
 
     def ready(self, status: str) -> None:
         """The service serves: for the first time, or again after a reload. From now on it is watched."""
@@ -95,10 +94,10 @@ class ServiceManager:
         microseconds = self._clock.now_ns() // 1000
         self._send("RELOADING=1", f"MONOTONIC_USEC={microseconds}", *self._changed("replacing the web workers"))
 
-    def stopping(self, status: str) -> None:
-        """The service ends. From now on it is not watched."""
+    def stopping(self, status: str, *, limit_s: float | None = None) -> None:
+        """The service ends, within `limit_s` if that is longer than it may take anyway. It is not watched any more."""
         self._is_watched = False
-        self._send("STOPPING=1", *self._changed(status))
+        self._send("STOPPING=1", *self._changed(status), *_extension(limit_s))
 
     def due_in_s(self) -> float | None:
         """Seconds until the next `beat`; None: never."""
@@ -137,6 +136,10 @@ class ServiceManager:
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning("the service manager cannot be told: %s; see NOTIFY_SOCKET", problem.strerror or problem)
+
+
+def _extension(limit_s: float | None) -> list[str]:
+    return [] if limit_s is None else [f"EXTEND_TIMEOUT_USEC={limit_s * US_PER_S:.0f}"]
 
 
 def _watchdog_s(usec: str, pid: str) -> float | None:

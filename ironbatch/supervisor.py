@@ -17,13 +17,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import numpy as np
 
 from ironbatch import logs
 from ironbatch.clock import MonotonicClock
 from ironbatch.config import Config
+from ironbatch.draining import ERROR_LINE_S, NS_PER_S, STOP_BEYOND_DRAIN_S, WEB_STOP_S, announce_drain, is_drained
 from ironbatch.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, StartError
 from ironbatch.health import health_problem, progress_problem
 from ironbatch.listener import bind_listener, few_descriptors_problem, url_of
@@ -44,7 +44,6 @@ from ironbatch.shm.engine import Engine
 
 _log = logging.getLogger("ironbatch.supervisor")
 
-GUNICORN_STOP_S = 40.0  # its graceful_timeout, and what it needs to notice
 READY_POLL_S = 0.02
 COMPILE_LIMIT_S = 600.0  # on any machine; a service manager that would wait for less is asked for so much
 STDIN = 0
@@ -242,20 +241,48 @@ class Supervisor:
         return EXIT_FAILED
 
     def _stop(self, signals: int, *, is_quick: bool, reason: str = "told to stop") -> int:
-        """Let running streams end, unless `is_quick`; then stop the scheduler. A second signal makes it quick."""
-        self._header["draining"] = 1
-        self._manager.stopping(reason if is_quick else f"{reason}; running streams may end")
+        """Let running streams end, unless `is_quick`; then stop gunicorn and the scheduler.
+
+        New requests are answered 503 from here on, by workers that still listen: a load balancer is to see it before
+        connections are refused. A second signal makes it quick.
+        """
+        timeout_s = 0 if is_quick else self._config.drain_timeout_s
+        announce_drain(self._header, self._clock.now_ns(), timeout_s)
+        self._manager.stopping(
+            reason if is_quick else f"{reason}; running streams may end", limit_s=timeout_s + 2 * STOP_BEYOND_DRAIN_S
+        )
         if self._web is not None:
-            self._web.send_signal(signal.SIGQUIT if is_quick else signal.SIGTERM)
-            deadline_s = time.monotonic() + GUNICORN_STOP_S
-            while self._web.poll() is None and time.monotonic() < deadline_s:
-                select.select([signals], [], [], READY_POLL_S)
-                if any(number in _STOPS for number in read_signals(signals)):
-                    self._web.send_signal(signal.SIGQUIT)
-                self._keeper.look()  # streams that still run need their scheduler
-            _kill_group(self._web)
+            while self._web.poll() is None and not is_drained(self._lanes) and self._streams_late_ns() < 0:
+                is_quick |= self._is_hurried(signals)
+            self._stop_web(self._web, signals, is_quick=is_quick)
         self._keeper.stop()
         return EXIT_OK
+
+    def _stop_web(self, web: subprocess.Popen[bytes], signals: int, *, is_quick: bool) -> None:
+        """Stop gunicorn. Its workers may have the ends of answers to send to slow readers, while the drain lasts."""
+        web.send_signal(signal.SIGQUIT if is_quick else signal.SIGTERM)
+        stop_ns = self._clock.now_ns()
+        while web.poll() is None:
+            waited_ns = min(self._streams_late_ns(), self._clock.now_ns() - stop_ns)
+            if waited_ns > WEB_STOP_S * NS_PER_S:
+                _log.error("gunicorn has not ended within %g s; killing it", WEB_STOP_S)
+                break
+            if self._is_hurried(signals):
+                web.send_signal(signal.SIGQUIT)
+        _kill_group(web)
+
+    def _is_hurried(self, signals: int) -> bool:
+        """Wait a little during a stop, with the scheduler watched, which running streams need. True at a signal."""
+        select.select([signals], [], [], READY_POLL_S)
+        is_told = any(number in _STOPS for number in read_signals(signals))
+        if is_told:
+            announce_drain(self._header, self._clock.now_ns(), 0)
+        self._keeper.look()
+        return is_told
+
+    def _streams_late_ns(self) -> int:
+        """How long ago every stream should have ended, its error line included; negative before."""
+        return self._clock.now_ns() - int(self._header["streams_end_ns"]) - int(ERROR_LINE_S * NS_PER_S)
 
 
 def start_gunicorn(config: Config, engine: Engine, listener: socket.socket) -> subprocess.Popen[bytes]:

@@ -19,12 +19,13 @@ import pytest
 import uvloop
 from gunicorn.config import KNOWN_SETTINGS
 
+from ironbatch.config import Config
+from ironbatch.draining import ERROR_LINE_S, STOP_BEYOND_DRAIN_S
 from ironbatch.errors import EXIT_FAILED, EXIT_USAGE
 from ironbatch.health import HEALTH_GRACE_NS
 from ironbatch.processes import RELOAD_SIGNALS
 from ironbatch.scheduler.keeper import STOP_S
 from ironbatch.service_manager import MIN_WATCHDOG_S
-from ironbatch.supervisor import GUNICORN_STOP_S
 from tests.unit_file import PROGRAM, SYSTEMD_ANALYZE, UNIT, directives, seconds, value, values
 
 DEPLOY = UNIT.parent
@@ -107,8 +108,9 @@ def test_the_supervisor_alone_speaks_and_starts_and_stops() -> None:
 
 
 def test_times_fit_the_codes(conf: ModuleType) -> None:
-    assert conf.graceful_timeout < GUNICORN_STOP_S
-    assert seconds(value("TimeoutStopSec")) > GUNICORN_STOP_S + STOP_S
+    drain_timeout_s = Config().drain_timeout_s
+    assert drain_timeout_s + ERROR_LINE_S < conf.graceful_timeout < drain_timeout_s + STOP_BEYOND_DRAIN_S
+    assert seconds(value("TimeoutStopSec")) > drain_timeout_s + STOP_BEYOND_DRAIN_S + STOP_S
     assert seconds(value("TimeoutStartSec")) >= 300
     assert seconds(value("WatchdogSec")) > max(MIN_WATCHDOG_S, HEALTH_GRACE_NS / 1e9)
 
@@ -168,7 +170,7 @@ def test_the_file_to_edit_names_every_setting_and_no_other(conf: ModuleType) -> 
 def test_the_file_to_edit_shows_the_values_that_it_would_replace(conf: ModuleType) -> None:
     text = (DEPLOY / "gunicorn.conf.py").read_text()
     shown = dict(re.findall(r"^# (\w+) = (.*)$", text, re.MULTILINE))
-    for name in ("graceful_timeout", "keepalive", "timeout", "backlog", "worker_tmp_dir", "workers", "loglevel"):
+    for name in ("keepalive", "timeout", "backlog", "worker_tmp_dir", "workers", "loglevel"):
         assert shown[name].strip('"') == str(getattr(conf, name)), name
 
 
@@ -193,7 +195,7 @@ TCPI_SACKED = 28  # of a listening socket: the backlog it asked for (tcp(7), str
 def test_a_worker_listens_with_the_backlog_that_is_set_and_collects_no_imports(conf: ModuleType) -> None:
     """Gunicorn's asgi worker listens by way of uvloop, whose own backlog of 100 would come last."""
     loop = uvloop.new_event_loop()
-    worker = SimpleNamespace(loop=loop, cfg=SimpleNamespace(backlog=conf.backlog))
+    worker = SimpleNamespace(loop=loop, cfg=SimpleNamespace(backlog=conf.backlog), state={})
     try:
         conf.post_worker_init(worker)
         assert gc.get_freeze_count() > 1_000

@@ -47,7 +47,7 @@ WRITERS: dict[str, dict[str, str]] = {
             ],
             CREATOR,
         ),
-        **dict.fromkeys(["epoch", "draining", "device_hung"], SUPERVISOR),
+        **dict.fromkeys(["epoch", "draining", "streams_end_ns", "device_hung"], SUPERVISOR),
         **dict.fromkeys(
             [
                 "heartbeat_ns",
@@ -71,7 +71,7 @@ WRITERS: dict[str, dict[str, str]] = {
         **dict.fromkeys(["head", "reaped_generation"], SCHEDULER),
         "worker_sleeping": ANYONE,
         **dict.fromkeys(["generation", "dead_generation"], ARBITER),
-        **dict.fromkeys(["worker_pid", "serving_generation"], WORKER),
+        **dict.fromkeys(["worker_pid", "serving_generation", "drained_generation"], WORKER),
     },
     "SLOT": {
         **dict.fromkeys(

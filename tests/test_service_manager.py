@@ -80,14 +80,14 @@ def test_a_life(listener: Listener, clock: FakeClock) -> None:
     manager.ready("serving")
     manager.reloading()
     manager.ready("serving")
-    manager.stopping("told to stop")
+    manager.stopping("told to stop", limit_s=310)
     assert listener.read() == [
         "STATUS=compiling\nEXTEND_TIMEOUT_USEC=600000000",
         "STATUS=starting",
         "READY=1\nSTATUS=serving",
         "RELOADING=1\nMONOTONIC_USEC=1000000000\nSTATUS=replacing the web workers",
         "READY=1\nSTATUS=serving",
-        "STOPPING=1\nSTATUS=told to stop",
+        "STOPPING=1\nSTATUS=told to stop\nEXTEND_TIMEOUT_USEC=310000000",
     ]
 
 

@@ -23,6 +23,7 @@ from ironbatch.errors import EngineUnavailable, RequestRejected, StartError
 from ironbatch.shm.engine import Engine
 from ironbatch.web.body import announced_problem, body_missing
 from ironbatch.web.collector import TokenCollector
+from ironbatch.web.drain import WORKER_KEY, Drain
 from ironbatch.web.generate import EXIT_KEY, GenerateResource
 from ironbatch.web.lanes import LANE_VARIABLE
 from ironbatch.web.request import error_body
@@ -50,17 +51,21 @@ class ShortLife:
 
 
 class Lifespan:
-    """Falcon middleware: the collector lives as long as the worker's event loop."""
+    """Falcon middleware: the collector lives as long as the worker's event loop, and so does the watch for its end."""
 
-    def __init__(self, collector: TokenCollector) -> None:
+    def __init__(self, collector: TokenCollector, drain: Drain) -> None:
         self._collector = collector
+        self._drain = drain
 
     async def process_startup(self, scope: Mapping[str, Any], event: Mapping[str, Any]) -> None:
         """Before the worker listens."""
-        self._collector.start(asyncio.get_running_loop(), os.getpid())
+        loop = asyncio.get_running_loop()
+        self._drain.start(loop, scope.get("state", {}).pop(WORKER_KEY, None))
+        self._collector.start(loop, os.getpid())
 
     async def process_shutdown(self, scope: Mapping[str, Any], event: Mapping[str, Any]) -> None:
         """After the last connection."""
+        self._drain.stop()
         self._collector.stop(asyncio.get_running_loop())
 
 
@@ -77,11 +82,12 @@ def create_app(environ: Mapping[str, str], clock: Clock) -> Application:
     lane, generation = map(int, environ[LANE_VARIABLE].split(":"))
     collector = TokenCollector(engine, lane, generation, clock)
     falcon_app = _falcon_app()
-    falcon_app.add_middleware(Lifespan(collector))
+    drain = Drain(collector, engine.segment.header, clock, config.drain_timeout_s)
+    falcon_app.add_middleware(Lifespan(collector, drain))
     falcon_app.add_route("/generate", GenerateResource(config, engine.segment, collector, clock))
     falcon_app.add_route("/metrics", MetricsResource(engine.segment, clock))
     falcon_app.add_route("/health", HealthResource(engine.segment, clock))
-    return _with_exits(falcon_app, config.max_body_bytes, clock)
+    return _with_exits(falcon_app, config.max_body_bytes, clock, drain)
 
 
 def _unavailable(reason: str, *middleware: ShortLife) -> Application:
@@ -105,8 +111,8 @@ def _unavailable(reason: str, *middleware: ShortLife) -> Application:
     return application
 
 
-def _with_exits(falcon_app: FalconApp, max_body_bytes: int, clock: Clock) -> Application:
-    """Give each HTTP request its id, and its `Exit`, which a stream may take past Falcon.
+def _with_exits(falcon_app: FalconApp, max_body_bytes: int, clock: Clock, drain: Drain) -> Application:
+    """Give each HTTP request its id, and its `Exit`, which a stream may take past Falcon; count them for the drain.
 
     Falcon waits for the beginning of the body before it does anything. So a body that is announced as too large is
     refused here, and so is one that never comes: the server ends the wait for it, and Falcon then answers nothing.
@@ -119,6 +125,7 @@ def _with_exits(falcon_app: FalconApp, max_body_bytes: int, clock: Clock) -> App
             return
         headers = request_ids.begin(scope)
         way_out = scope[EXIT_KEY] = Exit(send, clock.now_ns(), Wire.of(scope, receive), headers)
+        drain.begun += 1
         try:
             problem = announced_problem(scope["headers"], max_body_bytes)
             if problem is None:
@@ -126,6 +133,7 @@ def _with_exits(falcon_app: FalconApp, max_body_bytes: int, clock: Clock) -> App
             if problem is not None:
                 await _answer_directly(way_out, problem, has_body=scope["method"] != "HEAD")
         finally:
+            drain.ended += 1
             if _log.isEnabledFor(logging.DEBUG):
                 _log.debug("%s %s: %s", scope["method"], scope["path"], way_out.status or "the client has gone")
 

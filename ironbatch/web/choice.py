@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from ironbatch import layout
 from ironbatch.errors import RequestRejected
-from ironbatch.web.lines import SequenceStats, error_answer, error_part, finish_part, last_line, plain_lines
+from ironbatch.web.lines import (
+    SequenceStats,
+    error_answer,
+    error_part,
+    finish_part,
+    last_line,
+    plain_lines,
+    problem_part,
+)
 
 
 class LineSource(Protocol):
@@ -42,7 +50,17 @@ class Choice:
         tag: names the choice in its lines; empty for an only one.
     """
 
-    __slots__ = ("_error_code", "_has_bare_end", "_produced", "_reason", "_sent", "_tag", "is_over", "slot")
+    __slots__ = (
+        "_error_code",
+        "_has_bare_end",
+        "_problem",
+        "_produced",
+        "_reason",
+        "_sent",
+        "_tag",
+        "is_over",
+        "slot",
+    )
 
     def __init__(self, slot: int, tag: bytes = b"") -> None:
         self.slot = slot
@@ -53,6 +71,7 @@ class Choice:
         self._reason = layout.FINISH_NONE
         self._error_code = layout.ERROR_NONE
         self._has_bare_end = False
+        self._problem: RequestRejected | None = None
 
     def advance(self, produced: int, reason: int, error_code: int) -> None:
         """The slot now has `produced` tokens. With a finish `reason` this is the last call: the slot is given away."""
@@ -61,6 +80,11 @@ class Choice:
             self._reason = reason & ~layout.FINISH_WITHOUT_TOKEN
             self._has_bare_end = reason & layout.FINISH_WITHOUT_TOKEN != 0
             self._error_code = error_code
+
+    def fail(self, problem: RequestRejected) -> None:
+        """End it here, with the tokens that it has. What its slot still publishes is not for this choice any more."""
+        self._reason = layout.FINISH_ERROR
+        self._problem = problem
 
     def take(self, most_tokens: int) -> bytes:
         """See `LineSource`."""
@@ -89,7 +113,9 @@ class Choice:
     @property
     def refusal(self) -> RequestRejected | None:
         """See `LineSource`."""
-        return error_answer(self._error_code) if self.is_failure and self._produced == 0 else None
+        if not self.is_failure or self._produced > 0:
+            return None
+        return self._problem or error_answer(self._error_code)
 
     @property
     def has_begun(self) -> bool:
@@ -102,9 +128,21 @@ class Choice:
 
     def _last_lines(self, before: int, after: int) -> bytes:
         if self.is_failure:
-            return self._lines(before, after) + last_line(after, self._tag, error_part(self._error_code))
+            return self._lines(before, after) + last_line(after, self._tag, self._error_part())
         last = after if self._has_bare_end else after - 1
         return self._lines(before, last) + last_line(last, self._tag)
+
+    def _error_part(self) -> bytes:
+        return error_part(self._error_code) if self._problem is None else problem_part(self._problem)
+
+
+class GivenUpChoice(Choice):
+    """Stands for one that has failed before its slot's end was published: it hears of that and says nothing."""
+
+    __slots__ = ()
+
+    def advance(self, produced: int, reason: int, error_code: int) -> None:
+        pass
 
 
 class DetailedChoice(Choice):
@@ -126,10 +164,18 @@ class DetailedChoice(Choice):
 
     def advance(self, produced: int, reason: int, error_code: int) -> None:
         super().advance(produced, reason, error_code)
-        if reason != layout.FINISH_NONE:  # some lines may be written after the slot is gone
-            self._output_ids = self._output_ids[:produced].copy()
-            self._stats = SequenceStats.read(self._record)
-            self._record = None
+        if reason != layout.FINISH_NONE:
+            self._leave_slot()
+
+    def fail(self, problem: RequestRejected) -> None:
+        super().fail(problem)
+        self._leave_slot()
+
+    def _leave_slot(self) -> None:
+        """Some lines may be written after the slot is gone."""
+        self._output_ids = self._output_ids[: self._produced].copy()
+        self._stats = SequenceStats.read(self._record)
+        self._record = None
 
     def _lines(self, before: int, after: int) -> bytes:
         line = self._format
@@ -138,7 +184,7 @@ class DetailedChoice(Choice):
 
     def _last_lines(self, before: int, after: int) -> bytes:
         if self.is_failure:
-            more = error_part(self._error_code) + self._stats.part
+            more = self._error_part() + self._stats.part
             return self._lines(before, after) + last_line(after, self._tag, more)
         more = finish_part(self._reason) + self._stats.part
         if self._has_bare_end:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ironbatch import layout
 from ironbatch.clock import Clock
-from ironbatch.errors import SlotsFull
+from ironbatch.errors import RequestRejected, SlotsFull
 from ironbatch.kernels.slots import (
     NEWS_WORDS,
     REQUEST_FIELDS,
@@ -21,7 +21,7 @@ from ironbatch.kernels.slots import (
     slots_share_request,
 )
 from ironbatch.shm.engine import Engine
-from ironbatch.web.choice import Choice, DetailedChoice
+from ironbatch.web.choice import Choice, DetailedChoice, GivenUpChoice
 from ironbatch.web.lines import STATS_FIELDS, choice_tag
 from ironbatch.web.request import GenerateRequest
 from ironbatch.web.stream import Exit, TokenStream
@@ -29,6 +29,7 @@ from ironbatch.web.stream import Exit, TokenStream
 _log = logging.getLogger("ironbatch.web")
 
 METRICS_ROW_OF_FIRST_LANE = 1
+_GIVEN_UP = GivenUpChoice(layout.NO_SLOT)
 
 
 class TokenCollector:
@@ -110,6 +111,35 @@ class TokenCollector:
             if self._choices[choice.slot] is choice:
                 self._ring_if(slot_cancel(self._address, self._lane, choice.slot))
 
+    def end(self, stream: TokenStream, problem: RequestRejected) -> bool:
+        """End a request before its time: its client gets the tokens that there are, then the problem.
+
+        Each slot comes back as after a `cancel`. Returns False if there was nothing to end: all of its sequences are
+        over, and at most its socket is behind.
+        """
+        running = [choice for choice in stream.choices if self._choices[choice.slot] is choice]
+        for choice in running:
+            choice.fail(problem)
+            self._choices[choice.slot] = _GIVEN_UP
+            self._ring_if(slot_cancel(self._address, self._lane, choice.slot))
+        self._write(stream)
+        return bool(running)
+
+    def end_all(self, problem: RequestRejected) -> int:
+        """`end` every request of this worker. Returns how many there were."""
+        self.collect()
+        streams = {id(stream): stream for stream in self._streams if stream is not None}
+        return sum(self.end(stream, problem) for stream in streams.values())
+
+    def was_admitted(self, stream: TokenStream) -> bool:
+        """Whether the scheduler has ever admitted a request; one that it has preempted since was."""
+        slots = self._segment.slots[[choice.slot for choice in stream.choices]]
+        return bool((slots["admitted_generation"] == slots["generation"]).any())
+
+    def say_drained(self) -> None:
+        """Let whoever stops the engine know that this worker has no request left."""
+        self._segment.lanes[self._lane]["drained_generation"] = self._generation
+
     def collect(self) -> None:
         """Bring every stream what the scheduler has published since the last look: at most one write each."""
         self._bell.silence()
@@ -129,12 +159,7 @@ class TokenCollector:
             if reason != layout.FINISH_NONE:
                 self._choices[slot] = self._streams[slot] = None
         for stream in told:
-            try:
-                stream.write()
-            except Exception as problem:  # one stream's fault must not hold up the others
-                about = {"request_id": stream.request_id}
-                _log.exception("stream of slot %d failed", stream.choices[0].slot, extra=about)
-                stream.fail(problem)
+            self._write(stream)
         self._active_count = int(
             slots_settle(
                 self._address,
@@ -148,6 +173,14 @@ class TokenCollector:
                 self._clock.now_ns(),
             )
         )
+
+    def _write(self, stream: TokenStream) -> None:
+        try:
+            stream.write()
+        except Exception as problem:  # one stream's fault must not hold up the others
+            about = {"request_id": stream.request_id}
+            _log.exception("stream of slot %d failed", stream.choices[0].slot, extra=about)
+            stream.fail(problem)
 
     def _full(self, choices: int) -> SlotsFull:
         places = f"{len(self._streams)} places"

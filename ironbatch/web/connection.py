@@ -52,6 +52,7 @@ class Connection(ASGIProtocol):  # type: ignore[misc]
         self._fed_bytes = 0  # of it
         self._is_surplus = False
         self._has_answered = False  # with the status of the present request
+        self._is_last_answer = False
         self._is_between_chunks = False
         self._closed: bool  # gunicorn's: nothing more is served
         self._has_eof = False
@@ -109,6 +110,11 @@ class Connection(ASGIProtocol):  # type: ignore[misc]
     def is_waiting(self) -> bool:
         """Whether no request is under way."""
         return self._current_request is None and not self._closed
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether something waits for room in the socket."""
+        return self.transport is not None and self.transport.get_write_buffer_size() > 0
 
     def is_fresh(self, now_ns: int) -> bool:
         """Whether a request's head is awaited that may still come, since the client has had little time for it."""
@@ -270,12 +276,16 @@ class Connection(ASGIProtocol):  # type: ignore[misc]
     def _will_close(self, request: Any, response_requires_close: bool) -> bool:  # noqa: FBT001 gunicorn's signature
         """Whether the answer says `Connection: close`.
 
-        HTTP/1.0 knows no chunks, so that the end of a stream is the connection's.
+        HTTP/1.0 knows no chunks, so that the end of a stream is the connection's. What a head has promised holds,
+        though it is asked again when the answer is complete.
         """
+        if not self._has_answered:
+            self._is_last_answer = self._book.must_close()
         return (
             super()._will_close(request, response_requires_close)
             or request.version < (1, 1)
             or self._is_surplus
+            or self._is_last_answer
             or not self._body_receiver.is_complete
         )
 

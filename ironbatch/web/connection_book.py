@@ -54,6 +54,8 @@ class HttpTimes:
 class ConnectionBook:
     """See the module. `start` it on the loop before the first connection.
 
+    `must_close` says whether an answer that begins now is to be the last on its connection.
+
     Args:
         times: what the connections are allowed.
         most: connections at a time.
@@ -66,6 +68,7 @@ class ConnectionBook:
         self.clock = clock
         self.loop: asyncio.AbstractEventLoop
         self.feeder: Feeder
+        self.must_close: Callable[[], bool] = lambda: False
         self._most = most
         self._surplus = SURPLUS_CONNECTIONS
         self._log = log
@@ -113,6 +116,11 @@ class ConnectionBook:
         """The client has shut its sending side: cut the connection as soon as it turns out to be closed."""
         if self._resets is not None:
             self._resets.add(connection)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a client has still to take something that was written to it."""
+        return any(connection.is_sending for connection in self._connections)
 
     def end(self) -> None:
         """The worker ends: from now on connections without a request are closed, new ones after a moment."""

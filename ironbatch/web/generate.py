@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from falcon.asgi import Request, Response
 
 from ironbatch.clock import Clock
@@ -15,6 +17,7 @@ from ironbatch.web.collector import TokenCollector
 from ironbatch.web.lines import NO_STATS, choice_tag, finish_part, last_line
 from ironbatch.web.request import GenerateRequest, RequestLimits, parse_request
 from ironbatch.web.stream import NDJSON, Exit, TokenStream
+from ironbatch.web.timeouts import Timeouts
 
 EXIT_KEY = "ironbatch.exit"
 """Where the request's `Exit` stands in its ASGI scope."""
@@ -38,6 +41,7 @@ class GenerateResource:
         self._default_seed = config.seed
         self._header = segment.header
         self._collector = collector
+        self._timeouts = Timeouts(collector, config.queue_timeout_s, clock)
         self._counters = collector.counters
         self._clock = clock
 
@@ -46,9 +50,10 @@ class GenerateResource:
         self._counters["requests_received"] += 1
         way_out: Exit = req.scope[EXIT_KEY]
         try:
+            # Read first: an answer before the body's end would be lost where its rest meets a closed connection.
+            body = await read_body(req, self._max_body_bytes)
             if problem := health_problem(self._header, self._clock.now_ns()):
                 raise EngineUnavailable(problem)
-            body = await read_body(req, self._max_body_bytes)
             request = parse_request(body, self._limits_now(), self._default_seed)
             if request.max_new_tokens == 0:
                 self._answer_without_tokens(request, resp)
@@ -57,7 +62,7 @@ class GenerateResource:
         except RequestRejected as problem:
             self._counters["requests_unavailable" if problem.retry_after_s else "requests_rejected"] += 1
             raise
-        await self._follow(stream)
+        await self._follow(stream, self._timeouts.start(stream, request, way_out.arrival_ns))
 
     def _limits_now(self) -> RequestLimits:
         """The configuration's limits, and narrower ones of a device that is open."""
@@ -69,7 +74,7 @@ class GenerateResource:
             most_choices=min(configured.most_choices, most),
         )
 
-    async def _follow(self, stream: TokenStream) -> None:
+    async def _follow(self, stream: TokenStream, timers: list[asyncio.TimerHandle]) -> None:
         """Wait for the stream's end; whatever ends the wait before that frees the slot."""
         outcome = "requests_failed"
         try:
@@ -85,6 +90,8 @@ class GenerateResource:
             self._collector.cancel(stream)
             raise
         finally:
+            for timer in timers:
+                timer.cancel()
             self._counters[outcome] += 1
 
     def _answer_without_tokens(self, request: GenerateRequest, resp: Response) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import math
 import os
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from gunicorn.errors import HaltServer
 from ironbatch import logs
 from ironbatch.clock import MonotonicClock
 from ironbatch.config import Config
+from ironbatch.draining import ERROR_LINE_S, WEB_STOP_S
 from ironbatch.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, StartError
 from ironbatch.listener import LISTEN_BACKLOG, few_descriptors_problem
 from ironbatch.processes import (
@@ -61,7 +63,8 @@ os.environ.update(CHILD_ENVIRONMENT)
 # After the log is set up: these load the web side's kernels, or compile them, which may be worth a warning.
 try:
     from ironbatch.shm.engine import SEGMENT_VARIABLE, Engine
-    from ironbatch.web import collector  # noqa: F401
+    from ironbatch.web import arbiter, collector  # noqa: F401
+    from ironbatch.web.drain import WORKER_KEY
     from ironbatch.web.lanes import LANE_VARIABLE, LaneBook
     from ironbatch.web.wire import KNOWN_GUNICORN, KNOWN_PROTOCOLS
 except (MemoryError, ImportError, OSError) as problem:
@@ -107,9 +110,9 @@ worker_tmp_dir = "/dev/shm"  # noqa: S108  a file without a name
 # long as it likes; only a worker that hangs is silent.
 timeout = 30
 
-# Seconds that running streams get at a shutdown or a reload. Whoever stops the service must wait for longer: the
-# supervisor does for 40 s, deploy/ironbatch.service for 45.
-graceful_timeout = 30
+# Seconds until the arbiter kills workers that it has told to end: what running streams get (--drain-timeout-s), and the
+# time that workers need to end those which are left.
+graceful_timeout = _config.drain_timeout_s + math.ceil(ERROR_LINE_S + WEB_STOP_S)
 
 # Seconds that an idle connection may stay for its next request.
 keepalive = _config.keepalive_timeout_s
@@ -202,6 +205,7 @@ def when_ready(server: Any) -> None:
     server.handle_usr2 = refuse_usr2
     server.spawn_worker = spawn_worker_with_signals_held
     server.reap_workers = reap_workers_and_engine
+    arbiter.adapt(server, server.ironbatch.engine.segment.header, _config.drain_timeout_s)
 
 
 def pre_fork(server: Any, worker: Any) -> None:
@@ -223,6 +227,7 @@ def post_fork(server: Any, worker: Any) -> None:
 
 def post_worker_init(worker: Any) -> None:
     """In the worker, which has loaded the application and is about to listen."""
+    worker.state[WORKER_KEY] = worker
     # gunicorn's asgi worker forgets its own `backlog`, and uvloop would listen anew with 100: of 256 clients that come
     # at once some wait for a second until their SYN is sent again.
     worker.loop.create_server = functools.partial(worker.loop.create_server, backlog=worker.cfg.backlog)

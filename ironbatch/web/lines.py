@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ironbatch import layout
 from ironbatch.errors import RETRY_AFTER_S, RequestRejected
 
@@ -60,6 +62,12 @@ def error_part(error_code: int) -> bytes:
     error_type = _ERROR_KINDS[error_code][0].encode()
     message = layout.ERROR_MESSAGES[error_code].encode()
     return b',"error":{"type":"%b","message":"%b","param":null}' % (error_type, message)
+
+
+def problem_part(problem: RequestRejected) -> bytes:
+    """The same for a sequence that this side has ended."""
+    error = {"type": problem.type, "message": problem.message, "param": problem.param}
+    return b',"error":' + msgspec.json.encode(error)
 
 
 def error_answer(error_code: int) -> RequestRejected:

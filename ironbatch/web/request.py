@@ -33,6 +33,7 @@ _WANTED = {
     "top_p": "a number above 0 and at most 1",
     "top_k": "a whole number between 0 (off) and 2147483647",
     "n": f"a whole number between 1 and {limits.CHOICES_MAX}, the choices to generate",
+    "timeout_s": f"a number of seconds above 0 and at most {limits.REQUEST_TIMEOUT_S_MAX}, or leave it out",
     "cache_salt": f"a string of 1 to {limits.CACHE_SALT_CHARS_MAX} characters, or leave it out",
 }
 
@@ -70,6 +71,7 @@ class _Body(msgspec.Struct):
     top_k: int = 0
     n: int = 1
     cache_salt: str | None = None
+    timeout_s: float | None = None
 
 
 class RequestLimits(NamedTuple):
@@ -96,6 +98,7 @@ class GenerateRequest(NamedTuple):
     top_k: int
     choices: int
     salt: tuple[int, int]  # two int64; NO_SALT without one
+    timeout_s: float | None = None  # from the request's arrival to its last token
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -122,6 +125,8 @@ def parse_request(body: bytes, engine: RequestLimits, default_seed: int) -> Gene
     seed = default_seed if fields.seed is None else fields.seed
     _check("seed", seed, limits.SEED.low, limits.SEED.high)
     _check_sampling(fields)
+    if fields.timeout_s is not None and not 0 < fields.timeout_s <= limits.REQUEST_TIMEOUT_S_MAX:
+        raise _invalid("timeout_s", f"timeout_s is {fields.timeout_s:g}; give {_WANTED['timeout_s']}")
     total = prompt_tokens + fields.max_new_tokens
     if total > max_request_tokens:
         raise _invalid(
@@ -147,6 +152,7 @@ def parse_request(body: bytes, engine: RequestLimits, default_seed: int) -> Gene
         top_k=fields.top_k,
         choices=fields.n,
         salt=NO_SALT if fields.cache_salt is None else _salt(fields.cache_salt),
+        timeout_s=fields.timeout_s,
     )
 
 

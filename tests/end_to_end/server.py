@@ -114,6 +114,12 @@ class Server:
         """The segment's header, read from shared memory: no worker is asked."""
         return np.frombuffer(np.memmap(f"/dev/shm/{self.segment}", np.uint8, "r"), layout.HEADER, 1)[0]
 
+    def lanes(self) -> Any:
+        """The segment's lanes, read in the same way."""
+        data = np.memmap(f"/dev/shm/{self.segment}", np.uint8, "r")
+        header = self.header()
+        return np.frombuffer(data, layout.LANE, int(header["num_lanes"]), int(header["lanes_offset"]))
+
     def scheduler_tokens(self) -> int:
         """Tokens generated so far, read in the same way."""
         data = np.memmap(f"/dev/shm/{self.segment}", np.uint8, "r")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ironbatch.config import Config
+from ironbatch.draining import STOP_BEYOND_DRAIN_S
 from tests.end_to_end.notifications import Notifications
 from tests.end_to_end.server import Server, command, running, segments_of, wait_until
 
@@ -153,6 +155,8 @@ def test_a_reload_ends_when_new_workers_serve_and_nothing_is_fed_after_the_stop(
         stop = next(k for k, message in enumerate(notifications.messages) if "STOPPING=1" in message)
         assert notifications.count("WATCHDOG=1", stop) == 0
         assert "STATUS=told to stop; running streams may end" in notifications.messages[stop]
+        (extension,) = [word for word in notifications.messages[stop] if word.startswith("EXTEND_TIMEOUT_USEC=")]
+        assert int(extension.partition("=")[2]) > (Config().drain_timeout_s + STOP_BEYOND_DRAIN_S) * 10**6
 
 
 def test_a_start_that_fails_says_why(

@@ -18,6 +18,7 @@ from ironbatch.backends.base import Backend, BatchPlan
 from ironbatch.backends.mock import MockBackend
 from ironbatch.clock import FakeClock
 from ironbatch.config import Config
+from ironbatch.draining import announce_drain
 from ironbatch.errors import RequestError
 from ironbatch.kernels.emission import mock_token
 from ironbatch.shm.engine import Engine
@@ -638,7 +639,7 @@ async def test_a_stream_that_runs_outlives_the_beginning_of_the_shutdown(server:
         answer = server.generate(b'{"prompt_tokens": 2, "max_new_tokens": 9}')
         await server.is_submitted()
         server.small.step()
-        server.segment.header["draining"] = 1
+        announce_drain(server.segment.header, server.small.clock.now_ns(), 30)
         await server.finish(answer)
         assert answer.body == expected_lines(9)
 

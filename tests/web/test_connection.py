@@ -696,6 +696,43 @@ async def test_at_the_workers_end_what_waits_is_closed_and_what_runs_is_not() ->
 
 
 @in_loop
+async def test_while_the_worker_drains_each_answer_is_the_last_of_its_connection_unless_its_head_was_sent() -> None:
+    guarded = Guarded()
+    async with guarded.listening() as connect:
+        begun, waiting, idle = await connect(get("/begun")), await connect(get("/waiting")), await connect()
+        first = await guarded.call(0)
+        await first.start(200, (b"content-length", b"4"))
+        guarded.book.must_close = lambda: True
+        await (await guarded.call(1)).answer()
+        assert b"connection: close" in (await waiting.read_all()).lower()
+        await first.chunk(b"fine", is_last=True)
+        first.end.set()
+        assert b"connection: close" not in (await begun.read_until(b"fine")).lower()
+        await begun.send(get("/next"))
+        await (await guarded.call(2)).answer()
+        assert b"connection: close" in (await begun.read_all()).lower()
+        await idle.send(get("/new"))
+        await (await guarded.call(3)).answer()
+        assert b"connection: close" in (await idle.read_all()).lower()
+
+
+@in_loop
+async def test_the_book_knows_whether_a_client_has_still_to_take_something() -> None:
+    guarded = Guarded()
+    async with guarded.listening() as connect:
+        client = await connect(get(), receive_buffer_bytes=4096)
+        call = await guarded.call()
+        assert not guarded.book.is_sending
+        sending = asyncio.ensure_future(call.answer(bytes(8 << 20)))
+        await until(lambda: guarded.book.is_sending, "a full socket")
+        await client.read_until(b"\r\n\r\n")
+        while len(client.received) < 8 << 20:
+            await client.read_some()
+        await sending
+        await until(lambda: not guarded.book.is_sending, "an empty buffer")
+
+
+@in_loop
 async def test_at_the_workers_end_a_new_connection_has_a_moment_only() -> None:
     server = Guarded()
     async with server.listening() as connect:
