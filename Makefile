@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install --constraint constraints.txt
+JOBS ?= 3
 N ?= 10
 DURATION_S ?= 600
 FORM ?= serve
@@ -17,7 +18,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 
 help:
 	@echo "make serve            run the server; ARGS='--addr :9000 --workers 4' hands it options"
-	@echo "make test             the whole test suite, from nothing; PYTEST_ARGS='-k lanes' narrows it"
+	@echo "make test             the whole test suite, from nothing; PYTEST_ARGS='-k lanes' narrows it, JOBS=3 at a time"
 	@echo "make test-races N=10  the race and end-to-end tests, N times in a row"
 	@echo "make soak             random load, deaths and reloads, every stream judged; DURATION_S=600 SEED=7 FORM=gunicorn"
 	@echo "make bench            all benchmarks, their result files and BENCHMARKS.md; ARGS='--fast --output look' for a look"
@@ -34,19 +35,23 @@ serve: $(VENV)/.runtime
 
 # The second leg runs the kernels with bounds checking. Its compiled code is kept apart: numba would mix them. test_jit is
 # about the cache, in processes with settings of their own, so once is enough. It runs beside the first, which mostly
-# waits for servers; its output comes after it.
+# waits for servers; its output comes after it. Then come the few that need the machine to themselves. pytest's exit code
+# of 5, no test, is a failure only if nothing at all was chosen.
 test: $(VENV)/.dev
 	@mkdir -p .cache
 	@NUMBA_BOUNDSCHECK=1 IRONBATCH_CACHE_DIR='$(CURDIR)/.cache/boundscheck' \
 	    $(BIN)/pytest --quiet --ignore tests/kernels/test_jit.py -p no:cacheprovider tests/kernels tests/scheduler/test_policy.py \
 	    >.cache/boundscheck.log 2>&1 & checked=$$!; \
 	trap "kill $$checked 2>/dev/null" INT TERM; \
-	echo "== all tests"; \
-	$(BIN)/pytest --quiet $(PYTEST_ARGS); first=$$?; \
+	echo "== all tests but those that must be alone"; \
+	$(BIN)/pytest --quiet --numprocesses $(JOBS) --dist loadfile -m 'not alone' $(PYTEST_ARGS); first=$$?; \
 	wait $$checked; second=$$?; \
 	echo "== the kernels again, with bounds checking"; \
 	cat .cache/boundscheck.log; \
-	exit $$((first ? first : second))
+	echo "== tests that must be alone"; \
+	$(BIN)/pytest --quiet -m alone $(PYTEST_ARGS); third=$$?; \
+	case $$first,$$third in (5,0|0,5) first=0; third=0;; esac; \
+	exit $$((first ? first : second ? second : third))
 
 test-races: $(VENV)/.dev
 	@for round in $$(seq $(N)); do \

@@ -421,6 +421,7 @@ def gauge(server: Server, name: str) -> int:
 # ------------------------------------------------------------------------------------------------------ whole instances
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("form", FORMS)
 def test_the_next_start_after_the_main_process_was_killed(form: str) -> None:
     """SIGKILL of the supervisor, or of the arbiter, in mid-stream: nothing is left, and nothing is in the way."""
@@ -437,6 +438,7 @@ def test_the_next_start_after_the_main_process_was_killed(form: str) -> None:
         assert not told(following, "left behind"), "there was nothing to sweep"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("form", FORMS)
 def test_what_a_power_cut_leaves_is_swept_by_the_next_start_and_a_living_instances_is_not(form: str) -> None:
     """All processes at once, those included that would clean up."""

@@ -97,7 +97,7 @@ def test_closing_it_leaves_neither_descriptors_nor_memory() -> None:
 
 
 def test_no_descriptors_left_is_one_line_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix = f"ironbatch-test-{secrets.token_hex(4)}-"
+    prefix = f"test-ironbatch-{secrets.token_hex(4)}-"
     monkeypatch.setattr(segment_module, "NAME_PREFIX", prefix)
     real = os.eventfd
     made: list[int] = []

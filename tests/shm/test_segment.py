@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Segments of this test alone have this prefix; none of them is left afterwards."""
-    mine = f"ironbatch-test-{secrets.token_hex(4)}-"
+    mine = f"test-ironbatch-{secrets.token_hex(4)}-"
     monkeypatch.setattr(segment_module, "NAME_PREFIX", mine)
     yield mine
     left = [path.name for path in SHM.glob(f"{mine}*")]
@@ -223,7 +223,7 @@ def test_a_process_that_has_no_memory_to_attach_does_not_remove_it(segment: Segm
 
 
 def test_the_control_a_plain_attach_does_remove_it() -> None:
-    control = shared_memory.SharedMemory(f"ironbatch-test-{secrets.token_hex(4)}", create=True, size=64)
+    control = shared_memory.SharedMemory(f"test-ironbatch-{secrets.token_hex(4)}", create=True, size=64)
     path = SHM / control.name
     program = """
     import sys

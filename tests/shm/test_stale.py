@@ -41,7 +41,7 @@ def create():
 @pytest.fixture
 def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of the segments of this test alone; none of them is left afterwards."""
-    mine = f"ironbatch-test-{secrets.token_hex(4)}-"
+    mine = f"test-ironbatch-{secrets.token_hex(4)}-"
     monkeypatch.setattr(segment_module, "NAME_PREFIX", mine)
     yield mine
     left = [path.name for path in SHM.glob(f"{mine}*")]
