@@ -49,16 +49,25 @@ def in_shell(script: str) -> list[str]:
 
 
 def within_everybodys_reach(*paths: str) -> str:
-    """For `in_private_mounts`: make directories that stand below a private one (such as /root) open to all users."""
-    closed = {
-        str(parent) for path in paths for parent in Path(path).parents if not parent.stat().st_mode & stat.S_IXOTH
-    }
-    outermost = [path for path in closed if not any(str(parent) in closed for parent in Path(path).parents)]
+    """For `in_private_mounts`: make directories open to all users that are private, or stand below one (as /root)."""
+    parts = [part for path in map(Path, paths) for part in ([path] if is_open(path) else sorted(path.iterdir()))]
+    closed = {parent for part in parts for parent in part.parents if not is_open(parent)}
+    outermost = [path for path in closed if not closed.intersection(path.parents)]
     steps = ["mount -t tmpfs tmpfs /mnt"]
-    steps += [f"mkdir /mnt/{k} && mount --rbind {path} /mnt/{k}" for k, path in enumerate(paths)]
+    steps += [f"{made_like(part, f'/mnt/{k}')} && mount --rbind {part} /mnt/{k}" for k, part in enumerate(parts)]
     steps += [f"mount -t tmpfs -o mode=755 tmpfs {path}" for path in outermost]
-    steps += [f"mkdir -p {path} && mount --rbind /mnt/{k} {path}" for k, path in enumerate(paths)]
+    steps += [f"{made_like(part, str(part))} && mount --rbind /mnt/{k} {part}" for k, part in enumerate(parts)]
     return " && ".join(steps)
+
+
+def is_open(path: Path) -> bool:
+    """Whether all users may look into a directory."""
+    return bool(path.stat().st_mode & stat.S_IXOTH)
+
+
+def made_like(part: Path, place: str) -> str:
+    """A command: make an empty file or directory to mount this one on."""
+    return f"mkdir -p {place}" if part.is_dir() else f"mkdir -p $(dirname {place}) && touch {place}"
 
 
 def in_private_mounts(script: str) -> list[str]:
