@@ -224,7 +224,6 @@ def test_beginning_of_a_life_does_not_count() -> None:
 # ------------------------------------------------------------------------------------------------------------ report
 
 
-@pytest.mark.skipif(not REPORT.exists(), reason="no run is committed")
 def test_committed_report_is_of_a_whole_run_that_passed() -> None:
     text = REPORT.read_text()
     report = json.loads(text)
