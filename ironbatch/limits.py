@@ -104,7 +104,9 @@ TOKEN_BYTES: Final = 4
 PORT: Final = Bound(0, 65_535)
 MAX_HOST_CHARS: Final = 253  # RFC 1035's 255 octets, as text
 MAX_BODY_BYTES: Final = Bound(KIB, GIB)
-MAX_BODY_BYTES_DEFAULT: Final = 8 * MIB
+MAX_BODY_BYTES_DEFAULT: Final = MIB
+"""Ten times what the default --max-model-len needs as token ids. While a body is read, its worker's streams wait: 12 ms
+for one of this size."""
 MAX_URL_CHARS: Final = 2048
 HTTP_TIMEOUT_S: Final = Bound(1, 86_400)
 MAX_CONNECTIONS: Final = Bound(1, 1_000_000)  # of a web worker
@@ -137,8 +139,8 @@ def num_slots(max_running_seqs: int, max_queued_requests: int) -> int:
 def num_lanes(workers: int) -> int:
     """Lanes in the segment.
 
-    Twice the workers, because HUP runs the old set and the new for a while, and two more for workers that are
-    dead but not yet reaped: a lane is only given out again after the scheduler has reaped it.
+    Twice the workers, because HUP runs the old set and the new for a while, and two more: for workers that are
+    dead but not yet reaped, since a lane is only given out again after the scheduler has reaped it, or for TTIN.
     """
     return 2 * workers + 2
 

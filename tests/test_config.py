@@ -48,7 +48,7 @@ WHOLE_NUMBERS = [
     WholeNumber("--audit-every", 2048, 0, 10**9),
     WholeNumber("--scheduler-timeout-s", 10, 0, 86_400),
     WholeNumber("--max-model-len", 8192, 2, MILLION),
-    WholeNumber("--max-body-bytes", 8 * MILLION, 1024, 1024 * MILLION),
+    WholeNumber("--max-body-bytes", MILLION, 1024, 1024 * MILLION),
     WholeNumber("--header-timeout-s", 10, 1, 86_400),
     WholeNumber("--body-timeout-s", 30, 1, 86_400),
     WholeNumber("--write-timeout-s", 60, 1, 86_400),

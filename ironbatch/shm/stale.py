@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import stat
 import struct
 import time
@@ -23,6 +24,9 @@ UNFINISHED_S = 60.0
 """Between its making and the lock a segment is nobody's, for microseconds; one without a magic is left for so long."""
 
 _HEAD = struct.Struct("<qq")  # magic, layout version
+
+_TOKEN = re.compile("[0-9a-f]{12}")
+"""What a segment's name has behind the prefix; a file that is named otherwise is somebody else's."""
 
 
 def hold(path: str) -> int:
@@ -43,7 +47,7 @@ def remove_stale(directory: str, prefix: str) -> None:
     """Remove this user's segments whose instance is dead; each is logged. Never a living one's."""
     with contextlib.suppress(OSError):  # no such directory: making a segment says so
         for name in os.listdir(directory):
-            if name.startswith(prefix):
+            if name.startswith(prefix) and _TOKEN.fullmatch(name.removeprefix(prefix)):
                 _remove_if_stale(f"{directory}/{name}")
 
 

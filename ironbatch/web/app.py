@@ -74,6 +74,7 @@ def create_app(environ: Mapping[str, str], clock: Clock) -> Application:
     try:
         engine = Engine.from_environ(environ)
     except StartError as problem:
+        _log.error("this worker can serve nothing: %s; restart the server", problem)
         return _unavailable(str(problem))
     if LANE_VARIABLE not in environ:
         return _unavailable("this worker holds no lane; it ends, and the next may have one", ShortLife())
@@ -182,7 +183,7 @@ async def _answer_bug(req: Request, resp: Response, problem: Exception, params: 
 
 
 def _answer_http_error(req: Request, resp: Response, problem: falcon.HTTPError) -> None:
-    kinds = {404: "not_found", 405: "method_not_allowed"}
+    kinds = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
     messages = {
         404: f"there is no {req.path[:200]}; POST /generate, GET /metrics and GET /health are here",
         405: f"{req.method[:20]} is not allowed on {req.path[:200]}; use {resp.get_header('allow')}",

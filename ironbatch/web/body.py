@@ -11,11 +11,19 @@ from ironbatch.errors import RequestRejected
 BODY_TOO_LARGE = "body_too_large"
 MAX_LENGTH_DIGITS = 18
 REQUEST_TIMEOUT = "request_timeout"
+NOT_IMPLEMENTED = "not_implemented"
 
 
 def announced_problem(headers: Iterable[tuple[bytes, bytes]], limit_bytes: int) -> RequestRejected | None:
-    """Whether the Content-Length in an ASGI scope's headers is too large; what is no number is the server's affair."""
+    """What the headers of an ASGI scope announce that is refused before it comes.
+
+    That is a Content-Length over the limit (what is no number is the server's affair), or a coding that nobody here
+    would undo.
+    """
     for name, value in headers:
+        if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            message = f"the body has the transfer coding {value[:40].decode('latin-1')!r}; send it as it is, or chunked"
+            return RequestRejected(NOT_IMPLEMENTED, message, status=501)
         is_number = name == b"content-length" and value.isdigit()
         if is_number and (len(value) > MAX_LENGTH_DIGITS or int(value) > limit_bytes):
             return _too_large(f"the body has {value[:MAX_LENGTH_DIGITS].decode()} bytes", limit_bytes)

@@ -50,6 +50,7 @@ class Connection(ASGIProtocol):  # type: ignore[misc]
         self._head_bytes = 0  # of the head that is not complete
         self._unfed: bytes | None = None  # what was put by for the parser
         self._fed_bytes = 0  # of it
+        self.parse_ns = 0  # what the parsing of all that was put by has cost
         self._is_surplus = False
         self._has_answered = False  # with the status of the present request
         self._is_last_answer = False
@@ -302,6 +303,8 @@ class Connection(ASGIProtocol):  # type: ignore[misc]
         if self._has_answered:
             return
         self._has_answered = True
+        if " " not in message:  # gunicorn's parser says no more than what it has found
+            message = f"the request's head holds what may not be there: {message}"
         self._safe_write(error_response(status, message, extra_headers))
 
     def _close_transport(self) -> None:

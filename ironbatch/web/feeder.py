@@ -7,7 +7,8 @@ cost a tenth of a second, in which every stream of the worker stands still; and 
 from __future__ import annotations
 
 import asyncio
-import collections
+import heapq
+import itertools
 from typing import Protocol
 
 from ironbatch.clock import Clock
@@ -19,12 +20,15 @@ BUDGET_NS = 1_000_000
 class Fed(Protocol):
     """A connection that has put something by."""
 
+    parse_ns: int
+    """What its parsing has cost so far."""
+
     def feed_slice(self) -> bool:
         """Parse a part of it. Returns whether there is more."""
 
 
 class Feeder:
-    """Takes one connection after the other.
+    """Takes first whoever has cost the least: a few honest bytes do not wait for a flood of tiny chunks.
 
     Args:
         loop: whose turns they are.
@@ -34,21 +38,29 @@ class Feeder:
     def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
         self._loop = loop
         self._clock = clock
-        self._queue: collections.deque[Fed] = collections.deque()
+        self._queue: list[tuple[int, int, Fed]] = []  # a heap: cost so far, order of coming
+        self._order = itertools.count()
 
     def add(self, connection: Fed) -> None:
         """It has put something by; it is not in the queue already."""
         if not self._queue:
             self._loop.call_soon(self._feed)
-        self._queue.append(connection)
+        self._push(connection)
+
+    def _push(self, connection: Fed) -> None:
+        heapq.heappush(self._queue, (connection.parse_ns, next(self._order), connection))
 
     def _feed(self) -> None:
-        until_ns = self._clock.now_ns() + BUDGET_NS
+        now_ns = self._clock.now_ns()
+        until_ns = now_ns + BUDGET_NS
         try:
-            while self._queue and self._clock.now_ns() < until_ns:
-                connection = self._queue.popleft()
-                if connection.feed_slice():
-                    self._queue.append(connection)
+            while self._queue and now_ns < until_ns:
+                _, _, connection = heapq.heappop(self._queue)
+                is_left = connection.feed_slice()
+                before_ns, now_ns = now_ns, self._clock.now_ns()
+                connection.parse_ns += now_ns - before_ns
+                if is_left:
+                    self._push(connection)
         finally:  # one connection's fault must not hold up the others
             if self._queue:
                 self._loop.call_soon(self._feed)

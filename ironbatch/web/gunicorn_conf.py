@@ -32,6 +32,7 @@ from ironbatch.clock import MonotonicClock
 from ironbatch.config import Config
 from ironbatch.draining import ERROR_LINE_S, WEB_STOP_S
 from ironbatch.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, StartError
+from ironbatch.limits import num_lanes
 from ironbatch.listener import LISTEN_BACKLOG, few_descriptors_problem
 from ironbatch.processes import (
     CHILD_ENVIRONMENT,
@@ -173,8 +174,9 @@ def _start_engine_process(engine: Engine) -> subprocess.Popen[bytes]:
 def when_ready(server: Any) -> None:
     """Changes to the arbiter for which it has no hook.
 
-    It refuses USR2; it notices its engine's end; and a worker that is stopped just after its fork stops. gunicorn's
-    own would take the signal with a handler of the arbiter's, and be waited for until the graceful time-out.
+    It refuses USR2; it notices its engine's end; it lives on if a worker cannot be forked, and tries again a second
+    later; and a worker that is stopped just after its fork stops. gunicorn's own would take the signal with a handler
+    of the arbiter's, and be waited for until the graceful time-out.
     """
     reap_workers, spawn_worker = server.reap_workers, server.spawn_worker
 
@@ -193,6 +195,11 @@ def when_ready(server: Any) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return spawn_worker()
+        except OSError as problem:  # no process, descriptor or file to be had: no reason to end the workers there are
+            if os.getpid() != server.pid:
+                os._exit(EXIT_FAILED)  # it was forked, and must not go on as a second arbiter
+            server.log.error("cannot start a web worker: %s; it is tried again", problem.strerror)
+            return None
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
@@ -205,7 +212,9 @@ def when_ready(server: Any) -> None:
     server.handle_usr2 = refuse_usr2
     server.spawn_worker = spawn_worker_with_signals_held
     server.reap_workers = reap_workers_and_engine
-    arbiter.adapt(server, server.ironbatch.engine.segment.header, _config.drain_timeout_s)
+    # A reload starts as many as configured beside those that there are.
+    most_workers = num_lanes(_config.workers) - _config.workers
+    arbiter.adapt(server, server.ironbatch.engine.segment.header, _config.drain_timeout_s, most_workers)
 
 
 def pre_fork(server: Any, worker: Any) -> None:

@@ -43,6 +43,7 @@ NO_SALT = (0, 0)
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+MOST_READ_AGAIN = 4096  # characters
 _CONSTANT = re.compile("NaN|Infinity")  # which Python's reader takes for numbers
 
 _JSON_WORDS = {
@@ -188,8 +189,11 @@ def _unreadable(body: bytes, problem: str) -> RequestRejected:
 
 
 def _surrogate_problem(text: str) -> RequestRejected | None:
-    """Half of a surrogate pair, which Python's reader takes, and msgspec calls malformed or truncated."""
-    if not _SURROGATE_ESCAPE.search(text) or _CONSTANT.search(text):
+    """Half of a surrogate pair, which Python's reader takes, and msgspec calls malformed or truncated.
+
+    A long text is not read a second time, only to find better words: all streams of this worker wait meanwhile.
+    """
+    if len(text) > MOST_READ_AGAIN or not _SURROGATE_ESCAPE.search(text) or _CONSTANT.search(text):
         return None
     try:
         fields = json.loads(text)

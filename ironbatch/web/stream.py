@@ -127,6 +127,7 @@ class TokenStream:
         self.was_cancelled = True
         if self._blocked is not None:
             self._blocked.cancel()
+            self._blocked = None  # or the two would keep each other, and all tokens, until the collector comes by
 
     def fail(self, problem: BaseException) -> None:
         """End the stream with an exception for whoever awaits `ended`."""

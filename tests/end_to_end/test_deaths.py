@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
+import psutil
 import pytest
 
-from tests.end_to_end.server import FORMS, RawStream, Server, generate_all, running, wait_until, without_stats
+from tests.end_to_end.server import (
+    FORMS,
+    RawStream,
+    Server,
+    generate_all,
+    plain_body,
+    running,
+    wait_until,
+    without_stats,
+)
 
 pytestmark = pytest.mark.end_to_end
 
@@ -107,6 +118,31 @@ def test_workers_that_found_no_lane_make_room_for_others() -> None:
             return len(server.processes("web worker")) == 2 and all(server.is_healthy() for _ in range(6))
 
         wait_until(serves, "workers with lanes", 40)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_worker_that_cannot_be_started_is_tried_again_and_costs_no_stream(form: str) -> None:
+    """The arbiter has no descriptor left when a worker dies: no reason to end the one that lives."""
+    with running(form, workers=2, mock_token_latency_us=5_000) as server:
+        streams = [RawStream(server.port, {"prompt_tokens": 1, "max_new_tokens": 400}) for _ in range(12)]
+        begun = [stream.read_chunk() for stream in streams]
+        victim, living = server.processes("web worker")
+        arbiter = psutil.Process(victim.ppid())
+        limits = arbiter.rlimit(psutil.RLIMIT_NOFILE)
+        arbiter.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))
+        victim.kill()
+        wait_until(lambda: "".join(server.output).count("cannot start a web worker") > 1, "two attempts")
+        assert living.is_running()
+        arbiter.rlimit(psutil.RLIMIT_NOFILE, limits)
+        whole = 0
+        for stream, first in zip(streams, begun, strict=True):
+            with contextlib.suppress(AssertionError, OSError):  # those of the one that was killed
+                whole += first + stream.read_all() == plain_body(400)
+            stream.close()
+        assert whole == server.wait_idle()["requests_completed"] > 0
+        wait_until(lambda: len(server.processes("web worker")) == 2, "the successor")
+        assert server.is_healthy()
+        assert "Traceback" not in "".join(server.output)
 
 
 @pytest.mark.parametrize("form", FORMS)

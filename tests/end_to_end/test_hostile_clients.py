@@ -170,7 +170,7 @@ def test_a_body_over_the_limit_is_413_with_flat_memory(form: str, chunk_bytes: i
         reply = read_to_end(connection)
         assert (reply.status, reply.error) == (413, "body_too_large")
         assert b"connection: close" in reply.head
-        assert peak_rss(server) - before < 40 * MIB, "the limit is 8 MiB"
+        assert peak_rss(server) - before < 40 * MIB, "the limit is 1 MiB"
         assert_serves(server)
 
 

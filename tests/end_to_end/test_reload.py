@@ -128,6 +128,8 @@ def test_more_and_fewer_workers(form: str) -> None:
             server.process.send_signal(signal.SIGTTIN)
             wait_until(lambda count=count: len(worker_pids(server)) == count, f"{count} workers", 60)
         wait_until(lambda: int((server.lanes()["serving_generation"] > 0).sum()) == 4, "four that serve")
+        server.process.send_signal(signal.SIGTTIN)
+        wait_until(lambda: "TTIN is refused: 4 web workers" in "".join(server.output), "no lane for a fifth")
         with crowd(server.port, BODY, clients=4, keeps=False) as found:
             streams = [RawStream(server.port, {"prompt_tokens": 1, "max_new_tokens": 400}) for _ in range(12)]
             bodies = [stream.read_chunk() for stream in streams]

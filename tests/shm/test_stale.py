@@ -105,7 +105,7 @@ def test_all_of_them(prefix: str) -> None:
 def test_one_whose_making_was_cut_off_is_removed_when_it_is_old(
     prefix: str, monkeypatch: pytest.MonkeyPatch, age_s: float
 ) -> None:
-    path = SHM / f"{prefix}cut-off"
+    path = SHM / f"{prefix}{secrets.token_hex(6)}"
     path.write_bytes(bytes(4096))
     now_s = time.time()
     monkeypatch.setattr(stale, "time", type("Time", (), {"time": staticmethod(lambda: now_s + age_s)}))
@@ -116,12 +116,13 @@ def test_one_whose_making_was_cut_off_is_removed_when_it_is_old(
 
 def test_an_empty_one_too(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between shm_open and ftruncate."""
-    (SHM / f"{prefix}empty").touch()
+    path = SHM / f"{prefix}{secrets.token_hex(6)}"
+    path.touch()
     sweep(prefix)
-    assert (SHM / f"{prefix}empty").exists()
+    assert path.exists()
     monkeypatch.setattr(stale, "UNFINISHED_S", -1.0)
     sweep(prefix)
-    assert not (SHM / f"{prefix}empty").exists()
+    assert not path.exists()
 
 
 # -------------------------------------------------------------------------------------------------------------- living
@@ -182,17 +183,17 @@ def test_what_is_not_ours_is_left(prefix: str, tmp_path: Path, monkeypatch: pyte
     head = layout.MAGIC.to_bytes(8, "little")
     stale_head = head + layout.FIRST_LOCKED_LAYOUT.to_bytes(8, "little")
     (tmp_path / "target").write_bytes(stale_head.ljust(4096, b"\0"))
-    older = SHM / f"{prefix}older"  # of a version whose living instances hold no lock
+    older, other, link, fifo, folder, odd = (SHM / f"{prefix}{secrets.token_hex(6)}{end}" for end in ("",) * 5 + ("x",))
+    # Of a version whose living instances hold no lock.
     older.write_bytes((head + (layout.FIRST_LOCKED_LAYOUT - 1).to_bytes(8, "little")).ljust(4096, b"\0"))
-    other = SHM / f"{prefix}other"
+    odd.touch()  # as one whose making was cut off, but it is named otherwise
     other.write_bytes(b"somebody else's data".ljust(4096, b"\0"))
-    link, fifo, folder = (SHM / f"{prefix}{name}" for name in ("link", "fifo", "folder"))
     link.symlink_to(tmp_path / "target")
     os.mkfifo(fifo)
     folder.mkdir()
     sweep(prefix)
     assert (tmp_path / "target").exists()
-    for path in (older, other, link, fifo):
+    for path in (older, other, link, fifo, odd):
         assert os.path.lexists(path), path
         path.unlink()
     folder.rmdir()

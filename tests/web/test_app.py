@@ -421,6 +421,18 @@ async def test_a_content_length_over_the_limit_is_413_before_a_byte_is_read(serv
         assert server.counts() == {}
 
 
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"chunked, chunked", b"gzip", b"identity"])
+@in_loop
+async def test_a_transfer_coding_that_nobody_undoes_is_501_before_a_byte_is_read(server: Server, coding: bytes) -> None:
+    async with Lifetime(server.app):
+        body = Body([b"x"] * 10)
+        answer = await fetch(server.app, "POST", "/generate", body, [(b"transfer-encoding", coding)])
+        assert answer.status == 501
+        assert answer.error["type"] == "not_implemented"
+        assert coding.decode() in answer.error["message"]
+        assert body.taken == 0
+
+
 @in_loop
 async def test_a_body_that_never_comes_is_408(server: Server) -> None:
     async with Lifetime(server.app):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,10 @@ class FakeArbiter:
         self.SIG_QUEUE: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.calls: list[Any] = []
         self.dying: list[int] = []
+        self.hung: list[int] = []
         self.next_pid = 100
-        adapt(self, self.header, 30)
+        self.log = SimpleNamespace(error=lambda *words: self.calls.append(words))
+        adapt(self, self.header, 30, 4)
         self.manage_workers()
 
     def spawn_worker(self) -> None:
@@ -58,6 +61,14 @@ class FakeArbiter:
 
     def stop(self, graceful: bool = True) -> None:  # noqa: FBT001, FBT002 - gunicorn's signature
         self.calls.append(("stop", graceful, int(self.header["draining"])))
+
+    def handle_ttin(self) -> None:
+        self.num_workers += 1
+        self.manage_workers()
+
+    def murder_workers(self) -> None:
+        self.dying += self.hung
+        self.hung = []
 
     def handle_term(self) -> None:
         raise StopIteration
@@ -138,3 +149,23 @@ def test_a_worker_that_leaves_is_not_one_that_serves() -> None:
     arbiter.reap_workers()
     arbiter.manage_workers()
     assert len(arbiter.WORKERS) == 1
+
+
+def test_a_worker_that_hangs_while_old_ones_are_waited_for_is_replaced() -> None:
+    arbiter = FakeArbiter()
+    arbiter.hung = [104]  # one of the new
+    arbiter.reload()
+    assert 104 not in arbiter.WORKERS
+    assert len(set(arbiter.WORKERS) - {101, 102}) == 2
+
+
+def test_no_more_workers_than_there_is_room_for() -> None:
+    arbiter = FakeArbiter(workers=3)
+    arbiter.handle_ttin()
+    assert len(arbiter.WORKERS) == 4
+    arbiter.handle_ttin()
+    assert len(arbiter.WORKERS) == 4
+    ((message, count),) = arbiter.calls
+    assert message.startswith("TTIN is refused")
+    assert "--workers" in message
+    assert count == 4

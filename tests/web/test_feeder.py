@@ -27,7 +27,7 @@ class Fed:
     """Costs `cost_ns` a slice, of which it has `slices`."""
 
     def __init__(self, clock: FakeClock, cost_ns: int, slices: int) -> None:
-        self._clock, self._cost_ns, self.left = clock, cost_ns, slices
+        self._clock, self._cost_ns, self.left, self.parse_ns = clock, cost_ns, slices, 0
 
     def feed_slice(self) -> bool:
         self._clock.advance_ns(self._cost_ns)
@@ -49,6 +49,22 @@ def test_the_dear_share_the_budget_of_a_turn() -> None:
     assert loop.due == []
 
 
+def test_who_has_cost_little_does_not_wait_for_who_has_cost_much() -> None:
+    clock, loop = FakeClock(), FakeLoop()
+    feeder = Feeder(loop, clock)  # type: ignore[arg-type]
+    dear = [Fed(clock, BUDGET_NS // 2, 1000) for _ in range(100)]
+    for one in dear:
+        feeder.add(one)
+    for _ in range(50):
+        loop.turn()
+    assert {one.left for one in dear} == {999}
+    cheap = Fed(clock, 10, 60)
+    feeder.add(cheap)
+    loop.turn()
+    assert cheap.left == 0
+    assert cheap.parse_ns == 600
+
+
 def test_the_cheap_are_fed_in_one_turn_and_may_come_again() -> None:
     clock, loop = FakeClock(), FakeLoop()
     feeder = Feeder(loop, clock)  # type: ignore[arg-type]
@@ -62,6 +78,8 @@ def test_the_cheap_are_fed_in_one_turn_and_may_come_again() -> None:
 
 def test_a_fault_of_one_does_not_hold_up_the_others() -> None:
     class Faulty:
+        parse_ns = 0
+
         def feed_slice(self) -> bool:
             raise ZeroDivisionError
 

@@ -458,3 +458,15 @@ def test_whatever_is_within_the_limits_is_accepted_as_it_is(fields: dict[str, An
         assert found.token_ids.tolist() == prompt
     else:
         assert (found.prompt_tokens, found.token_ids) == (prompt, None)
+
+
+@pytest.mark.parametrize("end", [b'"\\ud800"]}', b'"NaN"', b"", b"\xff"])
+def test_a_long_body_is_read_once_whatever_is_wrong_with_it(end: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All streams of the worker wait meanwhile."""
+
+    def forbidden(text: str) -> None:
+        raise AssertionError(len(text))
+
+    monkeypatch.setattr(json, "loads", forbidden)
+    with pytest.raises(RequestRejected, match=r"JSON|UTF-8"):
+        parse(b'{"b":[' + b"[]," * 10_000 + end)

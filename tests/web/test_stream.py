@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
+import weakref
 from typing import Any
 from unittest.mock import patch
 
@@ -368,6 +370,27 @@ async def test_a_client_that_has_gone_is_written_nothing_over_its_wire() -> None
 
 
 # -------------------------------------------------------------------------------------------------------- cancels
+
+
+@in_loop
+async def test_a_stream_that_is_given_up_while_its_socket_is_full_is_let_go_at_once() -> None:
+    """Not when the collector of cycles comes by: it holds its tokens."""
+    client = Client()
+    client.send.stall()
+    client.more(2)
+    await turn()
+    assert client.stream._blocked is not None
+    gone = weakref.ref(client.stream._blocked)  # its frames hold the stream
+    client.stream.abandon()
+    client.more(0, FINISH_CANCELLED)
+    await turn()
+    gc.disable()
+    try:
+        del client
+        await turn()
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @in_loop
