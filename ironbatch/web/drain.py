@@ -171,8 +171,8 @@ class Drain:
 
     def _end_streams(self, who: str) -> None:
         message = (
-            f"the server {who} and cannot wait for this request any longer (it does for at most {self._timeout_s} s,"
-            " --drain-timeout-s); send it again"
+            f"the server {who} and does not wait for this request any longer (--drain-timeout-s says how long it waits,"
+            " where it was not told to stop at once); send it again"
         )
         problem = RequestRejected(SHUTTING_DOWN, message, status=503, retry_after_s=RETRY_AFTER_S)
         if count := self._collector.end_all(problem):
