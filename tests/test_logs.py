@@ -20,8 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ironbatch import logs
-from ironbatch.logs import JsonFormatter, LineFormatter, LineHandler, LineWriter, MessageFormatter, TextFormatter
+from ironbatch import line_writer, logs
+from ironbatch.line_writer import LineWriter
+from ironbatch.logs import JsonFormatter, LineFormatter, LineHandler, MessageFormatter, TextFormatter
 
 MARKER = "UNMISTAKABLE-4711"
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z"
@@ -205,7 +206,7 @@ def handler_to(descriptor: int) -> LineHandler:
 @pytest.mark.parametrize("whose", ["ours", "another user's"])
 def test_a_full_pipe_costs_lines_and_not_time(pipe: Pipe, whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if whose != "ours":  # then it can't be opened anew
-        monkeypatch.setattr(logs, "_reopened", lambda descriptor: None)
+        monkeypatch.setattr(line_writer, "_reopened", lambda descriptor: None)
     pipe.fill()
     handler = handler_to(pipe.writer)
     started_s = time.monotonic()

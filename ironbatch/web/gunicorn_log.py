@@ -9,6 +9,7 @@ from typing import Any
 from gunicorn.glogging import Logger
 
 from ironbatch import logs
+from ironbatch.line_writer import LineWriter
 
 
 class GunicornLogger(Logger):  # type: ignore[misc]  # gunicorn has no annotations
@@ -39,7 +40,7 @@ def _take_over(logger: logging.Logger, descriptor: int, formatter: logs.LineForm
         elif isinstance(handler, logging.FileHandler):
             handler.setFormatter(formatter)
         elif type(handler) is logging.StreamHandler:
-            ours = logs.LineHandler(logs.LineWriter(descriptor), formatter)
+            ours = logs.LineHandler(LineWriter(descriptor), formatter)
             ours._gunicorn = True  # type: ignore[attr-defined]  # noqa: SLF001  by which gunicorn finds it at the next HUP
             logger.removeHandler(handler)
             logger.addHandler(ours)

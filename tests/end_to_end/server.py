@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -343,6 +344,18 @@ def generate_all(port: int, bodies: list[dict[str, Any]]) -> list[bytes]:
 def without_stats(answer: bytes) -> bytes:
     """A detailed answer without what differs from run to run: how long it waited, what the cache had of it."""
     return re.sub(rb',"cached_tokens":[^\n]*\}(?=\}\n)', b"", answer)
+
+
+def post(server: Server, body: dict[str, Any]) -> tuple[int, bytes]:
+    """Status and body of an answer that may be an error, which does not come in chunks."""
+    url = f"http://127.0.0.1:{server.port}/generate"
+    request = urllib.request.Request(url, json.dumps(body).encode(), method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as problem:
+        with problem:
+            return problem.code, problem.read()
 
 
 def plain_body(count: int) -> bytes:

@@ -13,8 +13,6 @@ import signal
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from tests.end_to_end.server import (
     Server,
     generate_all,
     is_alive,
+    post,
     running,
     segments,
     wait_until,
@@ -137,17 +136,6 @@ def kill_at_once(server: Server, old_pid: int) -> int:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     return pid
-
-
-def post(server: Server, body: dict[str, Any]) -> tuple[int, bytes]:
-    """Status and body of an answer that may be an error."""
-    url = f"http://127.0.0.1:{server.port}/generate"
-    request = urllib.request.Request(url, json.dumps(body).encode(), method="POST")
-    try:
-        with urllib.request.urlopen(request, timeout=120) as response:
-            return response.status, response.read()
-    except urllib.error.HTTPError as problem:
-        return problem.code, problem.read()
 
 
 def unhealthy(server: Server) -> str | None:

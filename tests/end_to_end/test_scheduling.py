@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 
 from ironbatch import layout
 from ironbatch.kernels.slots import choice_seed
-from tests.end_to_end.server import RawStream, Server, generate_all, running, wait_until
+from tests.end_to_end.server import RawStream, Server, generate_all, post, running, wait_until
 
 pytestmark = pytest.mark.end_to_end
 
@@ -83,18 +81,6 @@ def ask(server: Server, body: dict[str, Any]) -> bytes:
     """One request, alone."""
     (answer,) = generate_all(server.port, [body])
     return answer
-
-
-def post(server: Server, body: dict[str, Any]) -> tuple[int, bytes]:
-    """Status and body of an answer that may be an error, which does not come in chunks."""
-    url = f"http://127.0.0.1:{server.port}/generate"
-    request = urllib.request.Request(url, json.dumps(body).encode(), method="POST")
-    try:
-        with urllib.request.urlopen(request, timeout=20) as response:
-            return response.status, response.read()
-    except urllib.error.HTTPError as problem:
-        with problem:
-            return problem.code, problem.read()
 
 
 def ttft_count(server: Server) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import subprocess
 import sys
 import textwrap
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from ironbatch.errors import StartError
-from ironbatch.shm import segment as segment_module
 from ironbatch.shm.engine import DOORBELLS_VARIABLE, SEGMENT_VARIABLE, Engine
 from tests.shm.descriptors import open_descriptors
 from tests.support import small_config
@@ -96,9 +94,7 @@ def test_closing_it_leaves_neither_descriptors_nor_memory() -> None:
     assert not path.exists()
 
 
-def test_no_descriptors_left_is_one_line_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix = f"test-ironbatch-{secrets.token_hex(4)}-"
-    monkeypatch.setattr(segment_module, "NAME_PREFIX", prefix)
+def test_no_descriptors_left_is_one_line_and_leaves_nothing(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.eventfd
     made: list[int] = []
 

@@ -30,18 +30,6 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Segments of this test alone have this prefix; none of them is left afterwards."""
-    mine = f"test-ironbatch-{secrets.token_hex(4)}-"
-    monkeypatch.setattr(segment_module, "NAME_PREFIX", mine)
-    yield mine
-    left = [path.name for path in SHM.glob(f"{mine}*")]
-    for name in left:
-        (SHM / name).unlink()
-    assert left == []
-
-
-@pytest.fixture
 def segment(prefix: str) -> Iterator[Segment]:
     found = Segment.create(small_config(), 4711)
     yield found

@@ -11,13 +11,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ironbatch import layout
-from ironbatch.shm import segment as segment_module
 from ironbatch.shm import stale
 from ironbatch.shm.segment import Segment
 from tests.support import small_config, wait_until
@@ -36,18 +34,6 @@ segment.NAME_PREFIX = sys.argv[1]
 def create():
     return segment.Segment.create(Config(max_queued_requests=1, max_running_seqs=1, max_model_len=64), 0)
 """
-
-
-@pytest.fixture
-def prefix(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of the segments of this test alone; none of them is left afterwards."""
-    mine = f"test-ironbatch-{secrets.token_hex(4)}-"
-    monkeypatch.setattr(segment_module, "NAME_PREFIX", mine)
-    yield mine
-    left = [path.name for path in SHM.glob(f"{mine}*")]
-    for name in left:
-        (SHM / name).unlink()
-    assert left == []
 
 
 def program(prefix: str, body: str, *arguments: str) -> subprocess.Popen[str]:

@@ -195,7 +195,7 @@ class Soak:
         self, accounts: Accounts, metrics: dict[str, int], grown: list[dict[str, Any]], problems: list[str]
     ) -> dict[str, Any]:
         damage = accounts.damage
-        gaps_ms = np.array(damage.gaps_s or [0.0]) * 1e3
+        gaps_ms = np.array(damage.gaps_s) * 1e3
         return {
             "form": self._form,
             "seed": self._seed,
@@ -212,8 +212,8 @@ class Soak:
             "scheduler_gap_ms": {
                 "means": "from a scheduler's SIGKILL to the next token published",
                 "count": len(damage.gaps_s),
-                "p50": round(float(np.median(gaps_ms)), 1),
-                "max": round(float(gaps_ms.max()), 1),
+                "p50": round(float(np.median(gaps_ms)), 1) if damage.gaps_s else None,
+                "max": round(float(gaps_ms.max()), 1) if damage.gaps_s else None,
             },
             "answers_to_a_prober": dict(sorted(self._health.items())),
             "memory": {"flat_means": FLAT_MEANS, "processes": grown},
@@ -290,6 +290,10 @@ def main(words: list[str] | None = None) -> int:
         arguments.output.write_text(text)
     else:
         print(text)
+    if not report["scheduler_gap_ms"]["count"]:
+        print("no stream waited for a scheduler that was killed: the run was too short for that", file=sys.stderr)
+    if not report["memory"]["processes"]:
+        print("no process's memory was judged: the run was too short for that", file=sys.stderr)
     for problem in report["problems"]:
         print(f"problem: {problem}", file=sys.stderr)
     print("passed" if report["passed"] else f"failed; --seed {seed} draws the same again", file=sys.stderr)

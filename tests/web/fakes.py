@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import uvloop
+from gunicorn.config import Config
 
 DEADLINE_S = 20.0
 
@@ -254,3 +257,42 @@ async def leave(answer: Answer) -> None:
     answer.task.cancel()
     await asyncio.wait([answer.task])
     assert answer.task.cancelled()
+
+
+def _ignore(*words: object, **options: object) -> None:
+    pass
+
+
+def gunicorn_worker(
+    app: Any,
+    problems: list[object],
+    note: Callable[..., None] = _ignore,
+    *,
+    keepalive_s: int = 2,
+    has_access_log: bool = False,
+) -> Any:
+    """Gunicorn's web worker, as far as its ASGI protocol knows it, on the running loop.
+
+    Args:
+        app: the ASGI application.
+        problems: gets the words of each error that is logged.
+        note: gets those of each warning and information.
+        keepalive_s: its setting.
+        has_access_log: likewise.
+    """
+    config = Config()
+    config.set("asgi_disconnect_grace_period", 0)
+    config.set("keepalive", keepalive_s)
+    log = SimpleNamespace(access_log_enabled=has_access_log, debug=_ignore, warning=note, info=note)
+    for name in ("error", "exception", "access"):
+        setattr(log, name, lambda *words, **options: problems.append(words))
+    return SimpleNamespace(
+        cfg=config,
+        log=log,
+        asgi=app,
+        nr_conns=0,
+        nr=0,
+        max_requests=sys.maxsize,
+        alive=True,
+        loop=asyncio.get_running_loop(),
+    )

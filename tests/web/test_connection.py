@@ -7,14 +7,12 @@ import contextlib
 import gc
 import json
 import socket
-import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gunicorn.config import Config
 
 from ironbatch.clock import FakeClock
 from ironbatch.limits import MAX_HEAD_BYTES
@@ -22,7 +20,7 @@ from ironbatch.web import connection_book as book_module
 from ironbatch.web.connection import FRESH_NS, Connection
 from ironbatch.web.connection_book import NS_PER_S, ConnectionBook, HttpTimes, allowed_connections
 from ironbatch.web.wire import Wire
-from tests.web.fakes import in_loop, turn, until
+from tests.web.fakes import gunicorn_worker, in_loop, turn, until
 
 TIMES = HttpTimes(header_ns=10 * NS_PER_S, body_ns=30 * NS_PER_S, write_ns=60 * NS_PER_S)
 CHUNK = b"x" * 1000
@@ -58,30 +56,14 @@ class Guarded:
     """Guarded connections on a port. The test answers the requests, tells the time and looks at the connections."""
 
     def __init__(self, *, most: int = 100, surplus: int = 2, reads_body: bool = True) -> None:
-        config = Config()
-        config.set("asgi_disconnect_grace_period", 0)
-        config.set("keepalive", 1000)
         self.lines: list[str] = []
         self.problems: list[object] = []
-        log = SimpleNamespace(access_log_enabled=False, debug=lambda *words: None, warning=self._note, info=self._note)
-        for name in ("error", "exception", "access"):
-            setattr(log, name, lambda *words, **options: self.problems.append(words))
         self.clock = FakeClock(5)
-        self.book = ConnectionBook(TIMES, most, self.clock, log)
         self.calls: list[Call] = []
         self._surplus = surplus
         self._reads_body = reads_body
-        self.worker = SimpleNamespace(
-            cfg=config,
-            log=log,
-            asgi=self._serve,
-            nr_conns=0,
-            nr=0,
-            max_requests=sys.maxsize,
-            alive=True,
-            loop=asyncio.get_running_loop(),
-            connections=self.book,
-        )
+        self.worker = gunicorn_worker(self._serve, self.problems, self._note, keepalive_s=1000)
+        self.book = self.worker.connections = ConnectionBook(TIMES, most, self.clock, self.worker.log)
 
     def _note(self, text: str, *words: object) -> None:
         self.lines.append(text % words)

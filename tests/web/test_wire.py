@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import re
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from gunicorn.asgi.protocol import ASGIProtocol
-from gunicorn.config import Config
 
 from ironbatch.layout import FINISH_LENGTH, FINISH_NONE
 from ironbatch.web import wire as wire_module
@@ -22,7 +20,7 @@ from ironbatch.web.connection import Connection
 from ironbatch.web.lines import plain_lines
 from ironbatch.web.stream import MAX_CHUNK_LINES, Exit, TokenStream
 from ironbatch.web.wire import KNOWN_GUNICORN, Wire, known_protocols
-from tests.web.fakes import expected_lines, in_loop, turn, until
+from tests.web.fakes import expected_lines, gunicorn_worker, in_loop, turn, until
 
 HIGH_WATER_BYTES = 65_536
 BODY_BYTES_MAX = len(plain_lines(MAX_CHUNK_LINES, 2 * MAX_CHUNK_LINES)) + 64
@@ -60,26 +58,10 @@ class Server:
     """gunicorn's protocol on a port; the test brings each request's stream its tokens."""
 
     def __init__(self, *, has_wire: bool = True, has_access_log: bool = False) -> None:
-        config = Config()
-        config.set("asgi_disconnect_grace_period", 0)
-        log = SimpleNamespace(access_log_enabled=has_access_log)
-        for name in ("debug", "info", "warning"):
-            setattr(log, name, lambda *words, **options: None)
         self.problems: list[object] = []
-        for name in ("error", "exception", "access"):
-            setattr(log, name, lambda *words, **options: self.problems.append(words))
         self.requests: list[Served] = []
         self._has_wire = has_wire
-        self._worker = SimpleNamespace(
-            cfg=config,
-            log=log,
-            asgi=self._serve,
-            nr_conns=0,
-            nr=0,
-            max_requests=sys.maxsize,
-            alive=True,
-            loop=asyncio.get_running_loop(),
-        )
+        self._worker = gunicorn_worker(self._serve, self.problems, has_access_log=has_access_log)
 
     async def _serve(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         while (await receive())["more_body"]:
