@@ -45,6 +45,7 @@ LONGEST_STOP_S = 0.8  # of a process that is stopped and goes on
 RECOVERY_LIMIT_S = 20.0
 POLL_S = 0.001
 NEAR_S = 3.0
+NOTICE_S = 1.0  # a worker of a busy machine may need so long to notice that a client has left
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Damage:
     counts: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
     doomed: dict[int, list[float]] = field(default_factory=dict)  # client port -> when its worker was killed
+    worker_kills: list[float] = field(default_factory=list)
     retirements: list[float] = field(default_factory=list)  # when workers were told to end
     gaps_s: list[float] = field(default_factory=list)  # from a scheduler's SIGKILL to the next token
     problems: list[str] = field(default_factory=list)
@@ -87,6 +89,10 @@ class Damage:
     def has_doomed(self, port: int, started_s: float, ended_s: float) -> bool:
         """Whether a connection's worker was killed while a request was under way on it."""
         return any(started_s <= killed_s <= ended_s for killed_s in self.doomed.get(port, ()))
+
+    def may_hide(self, left_s: float) -> bool:
+        """Whether a worker was killed so soon after a client left that it may not have noticed."""
+        return any(0 <= killed_s - left_s <= NOTICE_S for killed_s in self.worker_kills)
 
 
 class Faults(threading.Thread):
@@ -171,6 +177,7 @@ class Faults(threading.Thread):
             worker.resume()
             return False
         now_s = time.monotonic()
+        self.damage.worker_kills.append(now_s)
         for connection in worker.net_connections("tcp"):
             if connection.raddr and connection.laddr.port == self._server.port:
                 self.damage.doomed.setdefault(connection.raddr.port, []).append(now_s)

@@ -182,7 +182,7 @@ class Soak:
         problems = []
         deadline_s = time.monotonic() + IDLE_LIMIT_S
         while server.process.poll() is None and not (
-            engine.is_idle() and 0 <= engine.unaccounted() <= accounts.doomed and server.is_healthy()
+            engine.is_idle() and 0 <= engine.unaccounted() <= accounts.uncounted and server.is_healthy()
         ):
             if time.monotonic() > deadline_s:
                 gauges = {name: int(engine.gauges[name]) for name in ("running", "waiting", "kv_blocks_free")}

@@ -168,6 +168,19 @@ def test_metrics_that_do_not_add_up_are_found(bad: dict[str, int]) -> None:
     assert metrics_problems(GOOD | bad, found) != []
 
 
+@pytest.mark.parametrize(
+    ("ending", "killed_s", "may_be"), [(LEFT, 11.5, 1), (LEFT, 13.0, 0), (LEFT, 10.9, 0), (ENDED, 11.5, 0)]
+)
+def test_client_that_left_just_before_its_worker_was_killed_may_be_lost(
+    ending: str, killed_s: float, may_be: int
+) -> None:
+    found = accounts(worker_kills=[killed_s])
+    found.add(outcome(**STREAM | {"body": WHOLE, "ending": ending}))
+    lost = {"requests_received": 1, "requests_completed": int(ending == ENDED), "requests_lost": 1}
+    assert found.unnoticed == may_be
+    assert any("lost" in problem for problem in metrics_problems(GOOD | lost, found)) == (not may_be)
+
+
 def test_log_may_tell_of_the_injected_faults_alone() -> None:
     damage = Damage(counts=Counter({SCHEDULER_KILL: 1, WORKER_KILL: 1}))
     dead = "2026-01-01 ERROR ironbatch.supervisor: the scheduler ended with signal SIGKILL; the next starts in 0.0 s\n"
