@@ -3,6 +3,7 @@
 - `ConfigError`, `StartError`: the operator's; met at start, never under load.
 - `RequestRejected` and its kinds: the client's, or the moment's; each becomes one HTTP answer.
 - `BackendLost`, `RequestError`: a backend's; the scheduler handles both and lives on.
+- `DeviceError` and its kinds: a device's, or its node's; the device backend turns each into one of those above.
 
 A bug is none of these: it asserts and stops.
 """
@@ -93,3 +94,51 @@ class RequestError(IronbatchError):
         super().__init__(message)
         self.sequences = tuple(sequences)
         self.message = message
+
+
+class DeviceError(IronbatchError):
+    """A device, or what was taken for one, can't do what was asked. `code` is the errno, 0 if there is none."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class DeviceUnavailable(DeviceError):
+    """The node can't be opened: it isn't there, or not for this user."""
+
+
+class NotADevice(DeviceUnavailable):
+    """What stands at the path doesn't answer as an Ironbatch device."""
+
+
+class AbiMismatch(DeviceUnavailable):
+    """The device speaks another version of the UAPI."""
+
+
+class DeviceGone(DeviceError):
+    """The device has vanished under an open handle: nothing that was asked of it will ever be done."""
+
+
+class DeviceReset(DeviceError):
+    """The device was reset: what its KV memory held is lost, and so are the batches that it had not finished."""
+
+
+class DeviceTimeout(DeviceError):
+    """A fence was not signalled by its deadline."""
+
+
+class DeviceRefused(DeviceError):
+    """The device has refused a call and done nothing.
+
+    `record` and `item` say which record of the batch, and which of its block ids, was at fault; -1 if none was.
+    """
+
+    def __init__(self, message: str, code: int = 0, record: int = -1, item: int = -1) -> None:
+        super().__init__(message, code)
+        self.record = record
+        self.item = item
+
+
+class DeviceFault(DeviceRefused):
+    """A batch that the device had taken has failed; its results are void."""
