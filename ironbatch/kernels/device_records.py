@@ -1,8 +1,8 @@
 """What stands in a device's mapped memory: the status page, and the records of a ring (docs/driver.md).
 
 A batch is a run of records in the ring, each a header and a body, and each at a multiple of 8 bytes from the batch's
-beginning. All integers are little-endian; nothing is padded implicitly. The C header `driver/ironbatch_ioctl.h` declares the same structs, and
-`tests/driver/test_header.py` compares the two.
+beginning. All integers are little-endian; nothing is padded implicitly. The C header `driver/ironbatch_ioctl.h`
+declares the same structs, and `tests/driver/test_header.py` compares the two.
 
 | op | body |
 |---|---|
