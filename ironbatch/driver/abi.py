@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections import namedtuple
-from typing import Any, Final
+from typing import Any, Final, SupportsIndex
 
 ABI_MAJOR: Final = 1
 ABI_MINOR: Final = 0
@@ -40,12 +40,11 @@ class Message:
         direction: _READ, _WRITE or both.
         size: in bytes, as the header says it.
         fields: lines of `kind name`; a kind is u8, u16, u32, u64, s32 or s64, with `[count]` for an array. An array of
-            u8 is `bytes`, another one a tuple. Fields named reserved... are left out and packed as zeros.
+            u8 is `bytes`, which zeros fill up, another one a tuple. `unpack` leaves out what is named reserved...
     """
 
     def __init__(self, name: str, number: int, direction: int, size: int, fields: str) -> None:
         self.name = name
-        self.number = number
         self.kinds: dict[str, tuple[str, int]] = {}
         self.offsets: dict[str, int] = {}
         offset = 0
@@ -53,31 +52,29 @@ class Message:
             kind, field = line.split()
             base, _, count = kind.rstrip("]").partition("[")
             self.kinds[field] = base, int(count or 0)
-            item = struct.calcsize("<" + _KINDS[base])
-            assert offset % item == 0, f"{name}.{field} is padded implicitly"
+            assert offset % struct.calcsize("<" + _KINDS[base]) == 0, f"{name}.{field} is padded implicitly"
             self.offsets[field] = offset
-            offset += item * (int(count) if count else 1)
+            offset += self.field_bytes(field)
         assert offset == size < _SIZE_LIMIT, f"{name} has {offset} bytes, not {size}"
         assert size % 8 == 0, f"{name} would be padded at its end"
         self.size = size
         self.request = direction << 30 | size << 16 | MAGIC << 8 | number
         self._format = struct.Struct("<" + "".join(self._code(field) for field in self.kinds))
         assert self._format.size == size
-        self._tuple = namedtuple(name, [f for f in self.kinds if not _is_reserved(f)])  # type: ignore[misc]  # noqa: PYI024
-        self._arrays = {field for field, (_, count) in self.kinds.items() if count}
-        self._places = self._find_places()
+        self._arrays = frozenset(field for field, (_, count) in self.kinds.items() if count)
         self._zeros = list(self._format.unpack(bytes(size)))
-        self._returned = [place for field, place in self._places.items() if not _is_reserved(field)]
+        self._places = self._find_places()
+        named = [field for field in self.kinds if not _is_reserved(field)]
+        self._tuple = namedtuple(name, named)  # type: ignore[misc]  # noqa: PYI024
+        self._returned = [self._places[field] for field in named]
+        self._reserved = [
+            (slice(self.offsets[field], self.offsets[field] + self.field_bytes(field)), bytes(self.field_bytes(field)))
+            for field in self.kinds.keys() - set(named)
+        ]
 
-    def _find_places(self) -> dict[str, int | slice]:
-        """Where each field stands among the values that `struct` packs."""
-        places: dict[str, int | slice] = {}
-        position = 0
-        for field in self.kinds:
-            count = self._value_count(field)
-            places[field] = slice(position, position + count) if self._is_tuple(field) else position
-            position += count
-        return places
+    def field_bytes(self, field: str) -> int:
+        """The size of a field."""
+        return struct.calcsize("<" + self._code(field))
 
     def pack(self, **values: Any) -> bytearray:
         """A buffer of exactly `size` bytes; what is not named is zero.
@@ -91,15 +88,18 @@ class Message:
 
     def pack_into(self, buffer: bytearray, **values: Any) -> None:
         """`pack` into a buffer that is used again."""
+        if self._arrays:
+            for field in self._arrays.intersection(values):  # struct cuts long bytes off; a short tuple shifts the rest
+                self._check(field, values[field])
         flat = self._zeros.copy()
         for field, value in values.items():
             flat[self._places[field]] = value
         try:
-            if self._arrays:  # which struct would cut off, and a slice lets shift the others
-                self._check_arrays(values)
             self._format.pack_into(buffer, 0, *flat)
         except struct.error:
-            raise self._out_of_range(values) from None
+            for field, value in values.items():
+                self._check(field, value)
+            raise  # the buffer is too small
 
     def unpack(self, buffer: bytes | bytearray | memoryview) -> Any:
         """A namedtuple of the fields that are not reserved."""
@@ -108,50 +108,42 @@ class Message:
 
     def has_reserved_bits(self, buffer: bytes | bytearray | memoryview) -> bool:
         """Whether a reserved field is not zero, which a device refuses: a later version may mean something by it."""
-        return any(
-            any(buffer[offset : offset + self._field_bytes(field)])
-            for field, offset in self.offsets.items()
-            if _is_reserved(field)
-        )
+        return any(buffer[place] != zeros for place, zeros in self._reserved)
 
     def _code(self, field: str) -> str:
+        """As `struct` calls it."""
         base, count = self.kinds[field]
         if not count:
             return _KINDS[base]
         return f"{count}s" if base == "u8" else f"{count}{_KINDS[base]}"
 
-    def _is_tuple(self, field: str) -> bool:
+    def _find_places(self) -> dict[str, int | slice]:
+        """Where each field stands among the values that `struct` packs."""
+        places: dict[str, int | slice] = {}
+        position = 0
+        for field, (base, count) in self.kinds.items():
+            if count and base != "u8":
+                places[field] = slice(position, position + count)
+                position += count
+            else:
+                places[field] = position
+                position += 1
+        return places
+
+    def _check(self, field: str, value: Any) -> None:
+        """Raise FieldOutOfRange, unless the field can hold the value."""
         base, count = self.kinds[field]
-        return count > 0 and base != "u8"
-
-    def _value_count(self, field: str) -> int:
-        return self.kinds[field][1] if self._is_tuple(field) else 1
-
-    def _check_arrays(self, values: dict[str, Any]) -> None:
-        for field in values.keys() & self._arrays:
-            if len(values[field]) > self.kinds[field][1] or (
-                self._is_tuple(field) and len(values[field]) != self.kinds[field][1]
-            ):
-                raise self._out_of_range(values)
-
-    def _field_bytes(self, field: str) -> int:
-        return struct.calcsize("<" + self._code(field))
-
-    def _out_of_range(self, fields: dict[str, Any]) -> FieldOutOfRange:
-        for field, value in fields.items():
-            base, count = self.kinds[field]
-            if base == "u8" and count:
-                if not isinstance(value, bytes | bytearray) or len(value) > count:
-                    return FieldOutOfRange(f"{self.name}.{field}: {value!r} is not of at most {count} bytes")
-                continue
-            if count and len(value) != count:
-                return FieldOutOfRange(f"{self.name}.{field}: {len(value)} values, and it has {count}")
-            bits = int(base[1:])
-            low, high = (0, 2**bits - 1) if base[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-            for item in value if count else (value,):
-                if not isinstance(item, int) or not low <= item <= high:
-                    return FieldOutOfRange(f"{self.name}.{field}: {item!r} is not a whole number {low}..{high}")
-        raise AssertionError(f"{self.name} cannot be packed: {fields}")
+        if count and base == "u8":
+            if not isinstance(value, bytes | bytearray) or len(value) > count:
+                raise FieldOutOfRange(f"{self.name}.{field}: {value!r} is not bytes, at most {count} of them")
+            return
+        if count and (not isinstance(value, tuple | list) or len(value) != count):
+            raise FieldOutOfRange(f"{self.name}.{field}: {value!r} is not a tuple of {count} values")
+        bits = int(base[1:])
+        low, high = (0, 2**bits - 1) if base[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        for item in value if count else (value,):
+            if not isinstance(item, SupportsIndex) or not low <= item.__index__() <= high:
+                raise FieldOutOfRange(f"{self.name}.{field}: {item!r} is not a whole number {low}..{high}")
 
 
 def _is_reserved(field: str) -> bool:
