@@ -331,6 +331,9 @@ LIMITS_NO_MIX: Final = 1 << 0
 
 NO_DEADLINE: Final = 2**63 - 1
 
+NO_INDEX: Final = 2**32 - 1
+"""As GET_ERROR's record and item: none."""
+
 assert GET_INFO.request == 0xC080BE00
 assert SUBMIT_BATCH.request == 0xC040BE01
 assert WAIT_FENCE.request == 0xC028BE02

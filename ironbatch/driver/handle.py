@@ -306,8 +306,5 @@ class DeviceHandle(ABC):
         return fence
 
 
-NO_INDEX = 2**32 - 1
-
-
 def _index(value: int) -> int:
-    return -1 if value == NO_INDEX else value
+    return -1 if value == abi.NO_INDEX else value
