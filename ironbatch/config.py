@@ -8,6 +8,7 @@ that exists is valid, and nothing below checks it again.
 import dataclasses
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
@@ -21,7 +22,13 @@ ENV_PREFIX: Final = "IRONBATCH_"
 ENV_INTERNAL_PREFIX: Final = "IRONBATCH_INTERNAL_"  # what our processes hand each other; no user sets these
 ENV_NOT_OPTIONS: Final = frozenset({"IRONBATCH_CACHE_DIR"})
 BACKEND_GROUP: Final = "ironbatch.backends"
-BACKENDS_TO_COME: Final = ("real", "device")
+BACKENDS: Final = ("mock", "device")
+"""Those that need no plug-in; the first is the default."""
+
+BACKENDS_TO_COME: Final = ("real",)
+SOFTWARE_DEVICE: Final = "software"
+"""As a value of --device: none of the machine's, but one in the scheduler's process."""
+
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 LOG_FORMATS: Final = ("text", "json")
 
@@ -30,11 +37,11 @@ Default = TypeVar("Default", bool, int, float, str)
 
 
 def backend_names() -> tuple[str, ...]:
-    """The backends this installation can run: the mock, then the plug-ins found as entry points."""
+    """The backends this installation can run: our own, then the plug-ins found as entry points."""
     from importlib.metadata import entry_points  # noqa: PLC0415 - 15 ms that the mock and --help don't pay
 
     plugins = {entry.name for entry in entry_points(group=BACKEND_GROUP)}
-    return ("mock", *sorted(plugins - {"mock", *BACKENDS_TO_COME}))
+    return (*BACKENDS, *sorted(plugins - {*BACKENDS, *BACKENDS_TO_COME}))
 
 
 def _read_addr(text: str) -> str:
@@ -43,7 +50,7 @@ def _read_addr(text: str) -> str:
 
 
 def _read_backend(name: str) -> str:
-    if name == "mock":
+    if name in BACKENDS:
         return name
     available = backend_names()
     remedy = f"use {' or '.join(available)}, or install a plug-in (entry-point group {BACKEND_GROUP})"
@@ -60,6 +67,15 @@ def _read_url(url: str) -> str:
     if not url.isprintable() or " " in url:
         raise ValueError(f"{quoted(url)} holds a space or a control character; percent-encode it")
     return url
+
+
+def _read_path(path: str) -> str:
+    size = len(os.fsencode(path))
+    if size > limits.MAX_PATH_BYTES:
+        raise ValueError(f"{size} bytes are too many; use a path of at most {limits.MAX_PATH_BYTES}")
+    if not path.isprintable():
+        raise ValueError(f"{quoted(path)} holds a control character; use a path without one")
+    return path
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,12 +127,19 @@ class Config:
         "listen here; :PORT for all interfaces, port 0 for any free",
     )
     workers: int = _whole(2, limits.WORKERS, "COUNT", "web worker processes")
-    backend: str = _option("mock", Kind("mock or an installed plug-in", _read_backend), "NAME", "what computes tokens")
+    backend: str = _option("mock", Kind("mock, device or a plug-in", _read_backend), "NAME", "what computes tokens")
     backend_url: str = _option(
         "",
         Kind(f"at most {limits.MAX_URL_CHARS} characters", _read_url),
         "URL",
         "where the backend is, for one that is reached by a URL",
+    )
+    device: str = _option(
+        "",
+        Kind(f"at most {limits.MAX_PATH_BYTES} bytes", _read_path),
+        "PATH",
+        f"the device backend's node; {SOFTWARE_DEVICE}: one in the scheduler's process (a node of that name: ./"
+        f"{SOFTWARE_DEVICE})",
     )
     total_kv_blocks: int = _whole(4096, limits.TOTAL_KV_BLOCKS, "BLOCKS", "KV blocks in the pool")
     kv_block_size: int = _option(16, power_of_two(limits.KV_BLOCK_SIZE), "TOKENS", "tokens that one KV block holds")
@@ -191,7 +214,7 @@ class Config:
     )
     seed: int = _whole(0, limits.SEED, "SEED", "sampling seed of requests that name none")
     mock_token_latency_us: int = _whole(
-        200, limits.MOCK_TOKEN_LATENCY_US, "US", "mock: microseconds a step takes, whatever its batch"
+        200, limits.MOCK_TOKEN_LATENCY_US, "US", "mock, software device: microseconds a step takes, whatever its batch"
     )
     mock_prefill_token_latency_ns: int = _whole(
         0, limits.MOCK_TERM_LATENCY_NS, "NS", "mock: nanoseconds more per prefill token of the step"
@@ -296,6 +319,11 @@ class Config:
         return limits.running_limit(self.max_running_seqs, self.max_batch_tokens)
 
     @property
+    def device_path(self) -> str:
+        """The device's node; empty where there is none."""
+        return "" if self.device == SOFTWARE_DEVICE else self.device
+
+    @property
     def mock_kv_bytes(self) -> int:
         """Host memory that the mock's KV takes; 0 if it keeps none."""
         return limits.mock_kv_bytes(self.total_kv_blocks, self.kv_block_size) if self.mock_kv else 0
@@ -342,9 +370,20 @@ def environment_warnings(environ: Mapping[str, str]) -> list[str]:
 
 
 def _backend_url_problem(url: str, backend: str) -> str | None:
-    if not url or backend != "mock":
+    if not url or backend not in BACKENDS:
         return None
-    return f"{quoted(url)} means nothing to the mock backend; remove it, or choose a backend that uses a URL"
+    return f"{quoted(url)} means nothing to the {backend} backend; remove it, or choose a backend that uses a URL"
+
+
+def _device_problem(device: str, backend: str) -> str | None:
+    if backend == "device" and not device:
+        return (
+            "the device backend needs a device; name its node, such as --device /run/ironbatch/device0, or use --device"
+            f" {SOFTWARE_DEVICE}"
+        )
+    if device and backend != "device":
+        return f"{quoted(device)} means nothing to the backend {quoted(backend)}; remove it, or use --backend device"
+    return None
 
 
 def _mock_kv_problem(mock_kv: bool, backend: str) -> str | None:  # noqa: FBT001 - a relation takes plain values
@@ -360,6 +399,7 @@ _RELATIONS: Final[tuple[tuple[tuple[str, ...], Callable[..., str | None]], ...]]
     (("max_running_seqs", "max_queued_requests", "max_model_len"), limits.segment_problem),
     (("max_model_len", "total_kv_blocks", "kv_block_size"), limits.request_problem),
     (("backend_url", "backend"), _backend_url_problem),
+    (("device", "backend"), _device_problem),
     (("mock_kv", "backend"), _mock_kv_problem),
     (("mock_kv", "total_kv_blocks", "kv_block_size"), limits.mock_kv_problem),
     (_MOCK_STEP_FIELDS, limits.mock_step_problem),

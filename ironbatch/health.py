@@ -6,7 +6,7 @@ from typing import Any
 
 NS_PER_S = 1_000_000_000
 HEALTH_GRACE_NS = 2 * NS_PER_S
-"""How long beyond the backend's declared longest step the heart may miss its beat."""
+"""How long beyond the backend's longest step, or its longest silence, the heart may miss its beat."""
 
 
 def health_problem(header: Any, now_ns: int) -> str | None:
@@ -30,6 +30,8 @@ def progress_problem(header: Any, now_ns: int) -> str | None:
     """How long the heart has missed its beat beyond what a step may take, or None while it has not."""
     silent_ns = now_ns - int(header["heartbeat_ns"])
     if silent_ns > int(header["longest_step_ns"]) + HEALTH_GRACE_NS:
-        where = "in a call to its backend" if header["in_device_call"] else "outside its backend"
-        return f"the scheduler has made no progress for {silent_ns / NS_PER_S:.1f} s, {where}"
+        silence = f"the scheduler has made no progress for {silent_ns / NS_PER_S:.1f} s"
+        if header["in_device_call"]:
+            return f"device hung: {silence}, in a call to its backend"
+        return f"{silence}, outside its backend"
     return None

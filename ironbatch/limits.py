@@ -108,6 +108,7 @@ MAX_BODY_BYTES_DEFAULT: Final = MIB
 """Ten times what the default --max-model-len needs as token ids. While a body is read, its worker's streams wait: 12 ms
 for one of this size."""
 MAX_URL_CHARS: Final = 2048
+MAX_PATH_BYTES: Final = 4095  # Linux's PATH_MAX without the NUL at its end
 HTTP_TIMEOUT_S: Final = Bound(1, 86_400)
 MAX_CONNECTIONS: Final = Bound(1, 1_000_000)  # of a web worker
 MAX_HEAD_BYTES: Final = 64 * KIB  # request line and headers together

@@ -65,6 +65,7 @@ OTHERS = {
     "--addr": "0.0.0.0:8080",
     "--backend": "mock",
     "--backend-url": "",
+    "--device": "",
     "--mock-eos-prob": 0.0,
     "--log-level": "info",
     "--log-format": "text",
@@ -255,11 +256,10 @@ def with_plugins(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
 
 
-@pytest.mark.parametrize("name", ["real", "device"])
-def test_backends_to_come_are_refused_with_a_clear_message(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    with_plugins(monkeypatch, name)  # a plug-in can't take such a name either
-    assert problem({"backend": name}) == (
-        f"--backend: {name!r} comes in a later version; until then use mock,"
+def test_backend_to_come_is_refused_with_a_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_plugins(monkeypatch, "real")  # a plug-in can't take such a name either
+    assert problem({"backend": "real"}) == (
+        "--backend: 'real' comes in a later version; until then use mock or device,"
         " or install a plug-in (entry-point group ironbatch.backends)"
     )
 
@@ -269,7 +269,8 @@ def test_plug_ins_are_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config.load({"backend": "zeta", "backend_url": "http://model:1/x?y"}, {})
     assert (config.backend, config.backend_url) == ("zeta", "http://model:1/x?y")
     assert problem({"backend": "beta"}) == (
-        "--backend: 'beta' is not a backend of this installation; use mock or alpha or zeta,"
+        "--backend: 'beta' is not a backend of this installation; use mock or device or alpha or"
+        " zeta,"
         " or install a plug-in (entry-point group ironbatch.backends)"
     )
 
@@ -289,6 +290,48 @@ def test_backend_url_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problem({"backend": "plug", "backend_url": "x" * 2049}) == (
         "--backend-url: 2049 characters are too many; use a URL of at most 2048"
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "node"),
+    [("software", ""), ("./software", "./software"), ("/run/ironbatch/device 0", None), ("d\u00e9", None)],
+)
+def test_device_is_a_path_or_the_word_software(path: str, node: str | None) -> None:
+    config = Config.load({"backend": "device", "device": path}, {})
+    assert (config.device, config.device_path) == (path, path if node is None else node)
+    assert Config.load({"backend": "device"}, {"IRONBATCH_DEVICE": path}) == config
+    assert Config.load({}, config.to_environ()) == config
+
+
+def test_device_and_its_backend_need_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_plugins(monkeypatch, "plug", "device")  # which can't take that name
+    assert problem({"backend": "device"}) == (
+        "--device, --backend: the device backend needs a device; name its node, such as --device"
+        " /run/ironbatch/device0, or use --device software"
+    )
+    for backend in ("mock", "plug"):
+        assert problem({"device": "/dev/x"}, {"IRONBATCH_BACKEND": backend}) == (
+            f"--device, IRONBATCH_BACKEND: '/dev/x' means nothing to the backend '{backend}'; remove it, or use"
+            " --backend device"
+        )
+    assert problem({"backend": "device", "device": "software", "backend_url": "http://x"}) == (
+        "--backend-url, --backend: 'http://x' means nothing to the device backend; remove it, or choose a backend that"
+        " uses a URL"
+    )
+    assert "'device' is not the mock" in problem({"backend": "device", "device": "software", "mock_kv": "on"})
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("x" * 4096, "4096 bytes are too many; use a path of at most 4095"),
+        ("\u00e9" * 2048, "4096 bytes are too many; use a path of at most 4095"),
+        ("/dev/\n", "'/dev/\\n' holds a control character; use a path without one"),
+        ("/dev/\0", "'/dev/\\x00' holds a control character; use a path without one"),
+    ],
+)
+def test_what_is_no_path_of_a_device(path: str, told: str) -> None:
+    assert problem({"backend": "device", "device": path}) == f"--device: {told}"
 
 
 @pytest.mark.parametrize("text", ["debug", "info", "warning", "error", "INFO", "Warning"])

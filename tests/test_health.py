@@ -46,9 +46,9 @@ def test_every_combination(draining: int, ready: int, has_beaten: int, is_late: 
     elif has_beaten and not is_late:
         assert problem is None
     else:
-        where = "in a call to its backend" if in_device else "outside its backend"
-        silent_s = "5.0" if has_beaten else "1000.0"
-        assert problem == f"the scheduler has made no progress for {silent_s} s, {where}"
+        silence = f"the scheduler has made no progress for {'5.0' if has_beaten else '1000.0'} s"
+        hung = f"device hung: {silence}, in a call to its backend"
+        assert problem == (hung if in_device else f"{silence}, outside its backend")
 
 
 @pytest.mark.parametrize(("ready", "is_late"), list(itertools.product([0, 1], repeat=2)))

@@ -3,7 +3,7 @@
 One `Backend` lives in the scheduler process and is called from its only thread. The same four methods fit
 
 * a synchronous device or model: `execute` computes and returns;
-* a device with fences: `execute` submits, waits for the fence in slices, returns;
+* a device with fences: `execute` submits, waits for the fence in slices, returns (`device.py` is such a backend);
 * streams whose tokens arrive when they arrive: `execute` waits until at least one token is there (or some time has
   passed), and returns 0..n tokens a sequence.
 
@@ -106,6 +106,7 @@ class BatchPlan:
         self.output = StepOutput(*(arena.views[f"output_{name}"] for name in ("counts", "tokens", "finish")))
         self.block_tables: NDArray[np.int32] = arena.views["block_tables"]
         self.state_address = arena.address  # for a backend whose own kernels read the plan
+        self.segment_address = segment.address
         self.count = 0
         self.has_tokens = False  # the scheduler sets both in each step; a call for it would be 1 % of one at 256
 
@@ -181,6 +182,10 @@ class BatchPlan:
         return len(self.block_tables)
 
 
+def do_nothing() -> None:
+    """For whoever does not care that a backend is alive."""
+
+
 class Backend(ABC):
     """Computes plans. Made by `Backend(config)`, then `start`, `execute` and `forget` in turn, at last `close`.
 
@@ -192,7 +197,12 @@ class Backend(ABC):
     """Whether the same sequence gets the same tokens, whoever computes it again (after a preemption or a restart)."""
 
     longest_step_ns: int = 1_000_000_000
-    """The longest that `execute` may take; past it and 2 s more, /health reports a hung device."""
+    """The longest that `execute` may take, or be silent if it calls `beat`; past it and 2 s more, /health reports a
+    hung device."""
+
+    beat: Callable[[], None] = staticmethod(do_nothing)
+    """Says that the scheduler is alive; it sets this before `start`. A backend that waits for longer calls it at least
+    every half second, but only while whatever it waits for answers: who hangs must be silent."""
 
     paged_kv: bool = True
     """Whether KV lives in the blocks that plans name, and stays there until the block is handed on. Prefix caching and

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import entry_points
+from typing import Final
 
-from ironbatch.backends.base import Backend
+from ironbatch.backends.base import Backend, BackendFactory
 from ironbatch.backends.mock import MockBackend
-from ironbatch.config import Config
+from ironbatch.config import BACKENDS, SOFTWARE_DEVICE, Config
 from ironbatch.errors import StartError
 
 ENTRY_POINT_GROUP = "ironbatch.backends"
@@ -14,18 +16,18 @@ ENTRY_POINT_GROUP = "ironbatch.backends"
 
 def prepare_backend(config: Config) -> None:
     """Compile what the configured backend is made of, before the fork of the process that creates it."""
-    if config.backend == "mock":
-        _mock_class(config)
+    if config.backend in OWN:
+        OWN[config.backend](config)
 
 
 def create_backend(config: Config) -> Backend:
     """Make the configured backend, which is not started yet.
 
     Raises:
-        StartError: a plug-in of that name can't be loaded or made.
+        StartError: a plug-in of that name can't be loaded or made, or a device can't be had.
     """
-    if config.backend == "mock":
-        return _mock_class(config)(config)
+    if config.backend in OWN:
+        return OWN[config.backend](config)(config)
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=config.backend):
         try:
             backend = entry.load()(config)
@@ -38,9 +40,21 @@ def create_backend(config: Config) -> Backend:
     raise StartError(f"no backend is named {config.backend}")
 
 
-def _mock_class(config: Config) -> type[MockBackend]:
+def _mock_class(config: Config) -> BackendFactory:
     if not config.mock_kv:
         return MockBackend
     from ironbatch.backends.mock_kv import MockKVBackend  # noqa: PLC0415  kernels that nobody else needs
 
     return MockKVBackend
+
+
+def _device_class(config: Config) -> BackendFactory:
+    from ironbatch.backends.device import DeviceBackend  # noqa: PLC0415  likewise
+
+    if config.device == SOFTWARE_DEVICE:
+        import ironbatch.driver.software  # noqa: F401, PLC0415  likewise
+    return DeviceBackend
+
+
+OWN: Final[dict[str, Callable[[Config], BackendFactory]]] = {"mock": _mock_class, "device": _device_class}
+assert tuple(OWN) == BACKENDS

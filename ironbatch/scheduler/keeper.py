@@ -8,7 +8,8 @@ import signal
 import time
 
 from ironbatch.clock import MonotonicClock
-from ironbatch.config import Config
+from ironbatch.config import SOFTWARE_DEVICE, Config
+from ironbatch.errors import DeviceError
 from ironbatch.scheduler.heart_watch import HeartWatch
 from ironbatch.shm.engine import Engine
 
@@ -71,8 +72,13 @@ class SchedulerKeeper:
         """Whether `warm_up` will take long."""
         from ironbatch.kernels import jit  # noqa: PLC0415  numba's import; gunicorn starts meanwhile
 
-        last_ones = ["ironbatch.kernels.suspects"] + ["ironbatch.kernels.mock_kv"] * self._config.mock_kv
-        return not all(map(jit.is_compiled, last_ones))
+        last_ones = {
+            "ironbatch.kernels.suspects": True,
+            "ironbatch.kernels.mock_kv": self._config.mock_kv,
+            "ironbatch.kernels.device_plan": self._config.backend == "device",
+            "ironbatch.kernels.device": self._config.device == SOFTWARE_DEVICE,
+        }
+        return not all(jit.is_compiled(module) for module, is_needed in last_ones.items() if is_needed)
 
     def warm_up(self) -> None:
         """Import the scheduler, which compiles its kernels or loads them from the cache."""
@@ -129,7 +135,7 @@ class SchedulerKeeper:
         os.kill(self._pid, STOP_SIGNAL if self._killed_at_s is None else signal.SIGKILL)
         if not self._ends_within(STOP_S):
             os.kill(self._pid, signal.SIGKILL)
-            if not self._ends_within(STOP_S):
+            if not self._ends_within(STOP_S) and not (self._abort_device() and self._ends_within(HUNG_S)):
                 _log.error("the scheduler (process %d) was killed and does not end: its device hangs", self._pid)
         self._pid = 0
 
@@ -149,6 +155,7 @@ class SchedulerKeeper:
             if now_s - self._killed_at_s >= HUNG_S and not header["device_hung"]:
                 header["device_hung"] = 1
                 _log.error("the scheduler (process %d) was killed and does not end: its device hangs", self._pid)
+                self._abort_device()
         elif not self._should_beat():
             self._watch.restart(now_s)
         else:
@@ -159,6 +166,27 @@ class SchedulerKeeper:
                 _log.error("the scheduler has made no progress for %.1f s, %s; it is killed", silent_s, where)
                 self._killed_at_s = now_s
                 os.kill(self._pid, signal.SIGKILL)
+
+    def _abort_device(self) -> bool:
+        """Let all calls to the device's node fail, so that whoever is stuck in one can end. Returns whether it could.
+
+        Another user of the node loses it too, but it hangs for that one as well.
+        """
+        path = self._config.device_path
+        if not path:
+            return False
+        from ironbatch.driver.mount import abort_connection  # noqa: PLC0415  for the worst case only
+
+        try:
+            is_aborted = abort_connection(path)
+        except (DeviceError, OSError) as problem:
+            _log.error("%s", problem)
+            return False
+        if is_aborted:
+            _log.error("the connection of the device %s was aborted, so that the scheduler ends; start it again", path)
+        else:
+            _log.error("the device %s is no FUSE node whose connection could be aborted: reset it, or its host", path)
+        return is_aborted
 
     def _should_beat(self) -> bool:
         """Whether the scheduler's heart should beat.

@@ -60,6 +60,7 @@ class Scheduler:
     ) -> None:
         self._now_ns = clock.now_ns
         self._backend = backend
+        backend.beat = self.beat
         self._lane_bells = lane_bells
         self._segment = segment
         limits = effective_limits(config, backend)
