@@ -152,16 +152,17 @@ struct ironbatch_get_error {
 };
 
 /* Bits of ironbatch_get_limits.flags. */
-#define IRONBATCH_LIMITS_NO_MIX (1U << 0) /* a batch holds decodes only (new_tokens is 1), or prefills only */
+#define IRONBATCH_LIMITS_NO_MIX (1U << 0) /* a batch holds either prefills or decodes, not both */
 
 /*
  * GET_LIMITS: what a batch may look like. 0: no limit. Buckets are the batch sizes that the device is compiled for:
- * ascending, up to the first 0 or the array's end; a batch is padded to the next one, by the device.
+ * ascending, up to the first 0 or the array's end; a batch is padded to the next one, by the device. A STEP is a prefill
+ * if it has several new tokens or does not emit, else a decode.
  */
 struct ironbatch_get_limits {
 	__u32 max_seqs;          /* out: STEP records in a batch */
 	__u32 max_tokens;        /* out: new tokens in a batch */
-	__u32 max_prefill_seqs;  /* out: STEP records with new_tokens > 1 */
+	__u32 max_prefill_seqs;  /* out: STEP records that are prefills */
 	__u32 max_in_flight;     /* out: batches of a context that are not over; one more is EAGAIN */
 	__u64 max_batch_context; /* out: padded sequences x longest context_tokens */
 	__u32 flags;             /* out */
