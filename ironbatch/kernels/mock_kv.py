@@ -39,7 +39,9 @@ from ironbatch.kernels.tables import int32_table
 POISON = -0x5EAD
 """What stands where nothing was written; no token is negative."""
 
-_HASH_SEED = np.uint64(0x243F6A8885A308D3)  # digits of pi
+HASH_SEED = np.uint64(0x243F6A8885A308D3)
+"""Of an empty context: digits of pi."""
+
 _HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -62,7 +64,7 @@ def mock_kv_tokens(seed, context, prompt_tokens, count, eos_token_id, eos_thresh
 
     `context` holds the prompt's ids, zeros for a prompt of which only the length is known, and then room.
     """
-    hashed = _HASH_SEED
+    hashed = HASH_SEED
     for position in range(prompt_tokens):
         hashed = extend_hash(hashed, context[position])
     for position in range(prompt_tokens, prompt_tokens + count):
@@ -120,7 +122,7 @@ def hash_context(header, block_tables, sequence, context_tokens, kv):
     """The hash of positions 0 <= p < context_tokens, as the block table finds them."""
     size = header[BLOCK_SIZE]
     entry = sequence * header[BLOCKS_PER_SEQUENCE]
-    hashed = _HASH_SEED
+    hashed = HASH_SEED
     left = context_tokens
     while left > 0:
         start = np.int64(block_tables[entry]) * size
