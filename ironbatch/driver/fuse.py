@@ -6,7 +6,6 @@ Documentation/filesystems/fuse/. Nothing here knows about Ironbatch.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -165,12 +164,12 @@ class Connection:
             length, opcode, unique, *_ = IN_HEADER.unpack_from(self._buffer)
             return Request(opcode, unique, self._view[IN_HEADER.size : max(IN_HEADER.size, min(length, count))])
 
-    def reply(self, unique: int, data: bytes = b"") -> None:
-        """Answer a request. Nothing happens if nobody waits for that any more."""
-        self._write(OUT_HEADER.pack(OUT_HEADER.size + len(data), 0, unique) + data)
+    def reply(self, unique: int, data: bytes = b"") -> bool:
+        """Answer a request. Returns whether there is still somebody who waits for that."""
+        return self._write(OUT_HEADER.pack(OUT_HEADER.size + len(data), 0, unique) + data)
 
     def reply_error(self, unique: int, code: int) -> None:
-        """Answer a request with an errno. Likewise."""
+        """Answer a request with an errno. Nothing happens if nobody waits for it any more."""
         if not 0 < code <= _HIGHEST_ERRNO:
             code = errno.EIO
         self._write(OUT_HEADER.pack(OUT_HEADER.size, -code, unique))
@@ -225,7 +224,8 @@ class Connection:
             OSError: EPERM without CAP_SYS_ADMIN, others if the kernel can't do it.
         """
         # The id is what ioctl(2) returns, and Python returns that only for a buffer that it can write.
-        return fcntl.ioctl(self.fd, _BACKING_OPEN, bytearray(BACKING_MAP.pack(fd, 0, 0)))
+        backing_id: int = fcntl.ioctl(self.fd, _BACKING_OPEN, bytearray(BACKING_MAP.pack(fd, 0, 0)))
+        return backing_id
 
     def close(self) -> None:
         """End the connection: whoever waits for an answer gets an error."""
@@ -233,7 +233,9 @@ class Connection:
             os.close(self.fd)
             self.fd = -1
 
-    def _write(self, message: bytes) -> None:
-        # ENOENT: the request has ended meanwhile, or nobody polls. ENODEV: the mount has; `read` will say so.
-        with contextlib.suppress(OSError):
+    def _write(self, message: bytes) -> bool:
+        try:
             os.write(self.fd, message)
+        except OSError:  # ENOENT: the request has ended meanwhile. ENODEV: the mount has; `read` will say so.
+            return False
+        return True
