@@ -17,6 +17,8 @@ import pytest
 from ironbatch.backends.base import Backend
 from ironbatch.backends.mock import MockBackend
 from ironbatch.config import Config
+from ironbatch.driver import mount as mount_module
+from ironbatch.errors import DeviceUnavailable
 from ironbatch.health import health_problem
 from ironbatch.scheduler import keeper as keeper_module
 from ironbatch.scheduler import process as process_module
@@ -480,6 +482,130 @@ def test_one_that_does_not_even_die_is_told_and_waited_for_by_nobody(
         watchful._pid = stubs.pids[0]  # as if it had not been told to stop
     wait_until(lambda: (watchful.look(), len(stubs.pids) == 2)[1], what="the next")
     assert header["device_hung"] == 0
+
+
+class StuckDevice:
+    """A device whose scheduler does not end when it is killed, until its node's connection is aborted."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, verdict: bool | Exception) -> None:
+        self.aborted: list[str] = []
+        self._verdict = verdict
+        self._is_stuck = True
+        patch.setattr(mount_module, "abort_connection", self._abort)
+        patch.setattr(keeper_module, "os", SimpleNamespace(**{**vars(os), "waitpid": self._waitpid}))
+
+    def _abort(self, path: str) -> bool:
+        self.aborted.append(path)
+        if isinstance(self._verdict, Exception):
+            raise self._verdict
+        self._is_stuck = not self._verdict
+        return self._verdict
+
+    def _waitpid(self, pid: int, options: int) -> tuple[int, int]:
+        return (0, 0) if self._is_stuck else os.waitpid(pid, options)
+
+
+ON_A_NODE = {"backend": "device", "device": "/run/x/device0", "scheduler_timeout_s": TIMEOUT_S}
+
+
+def let_it_hang(keeper: SchedulerKeeper, engine: Engine, time: FakeTime) -> None:
+    """It has served, and is killed as hung."""
+    header = engine.segment.header
+    keeper.start()
+    header["scheduler_ready"] = header["in_device_call"] = 1
+    header["heartbeat_ns"] = header["step_started_ns"] = real_time.monotonic_ns()
+    while keeper._killed_at_s is None:
+        look_for(keeper, time, LOOK_S)
+
+
+def test_connection_of_a_hung_node_is_aborted_so_that_its_scheduler_can_be_reaped(
+    stubs: Stubs,
+    time: FakeTime,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device = StuckDevice(monkeypatch, verdict=True)
+    keeper = SchedulerKeeper(small_config(**ON_A_NODE), engine)
+    let_it_hang(keeper, engine, time)
+    assert device.aborted == [], "it may still end by itself"
+    look_for(keeper, time, 3 * keeper_module.HUNG_S)
+    wait_until(lambda: (keeper.look(), len(stubs.pids) == 2)[1], what="the next")
+    assert device.aborted == ["/run/x/device0"]
+    assert "the connection of the device /run/x/device0 was aborted" in caplog.text
+    assert engine.segment.header["device_hung"] == 0
+    keeper.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "verdict", "told"),
+    [
+        ({}, False, "/run/x/device0 is no FUSE node"),
+        ({}, DeviceUnavailable("the connection can't be aborted: as root, end the server"), "as root, end the server"),
+        ({"device": "software"}, True, None),
+        ({"backend": "mock", "device": ""}, True, None),
+    ],
+)
+def test_what_cannot_be_aborted_is_told_once_and_waited_for(
+    stubs: Stubs,
+    time: FakeTime,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    *,
+    verdict: bool | Exception,
+    told: str | None,
+) -> None:
+    with monkeypatch.context() as patch:
+        device = StuckDevice(patch, verdict=verdict)
+        keeper = SchedulerKeeper(small_config(**(ON_A_NODE | options)), engine)
+        let_it_hang(keeper, engine, time)
+        look_for(keeper, time, 10)
+        assert engine.segment.header["device_hung"] == 1
+        assert len(device.aborted) == (told is not None)
+        assert told is None or caplog.text.count(told) == 1
+        assert len(stubs.pids) == 1
+        problem = health_problem(engine.segment.header, real_time.monotonic_ns())
+        assert problem is not None
+        assert problem.startswith("device hung: ")
+    keeper.stop()
+
+
+def test_stop_frees_a_scheduler_that_is_stuck_in_its_device(
+    stubs: Stubs, time: FakeTime, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = StuckDevice(monkeypatch, verdict=True)
+    keeper = SchedulerKeeper(small_config(**ON_A_NODE), engine)
+    keeper.start()
+    keeper.stop()
+    assert device.aborted == ["/run/x/device0"]
+    assert is_reaped(stubs.pids[0])
+    assert "does not end" not in caplog.text
+
+
+def test_device_that_is_away_after_it_was_there_is_tried_again_and_again(
+    stubs: Stubs, time: FakeTime, engine: Engine
+) -> None:
+    """The next schedulers find a dead node. The server lives on, and /health never says that all is well."""
+    keeper = SchedulerKeeper(small_config(**ON_A_NODE), engine)
+    let_it_hang(keeper, engine, time)
+    engine.segment.header["heartbeat_ns"] = 1
+    stubs.in_child = lambda: EXIT_START_FAILED
+    wait_until(lambda: (keeper.look(), len(stubs.pids) == 2)[1], what="the next")
+    before_s = time.now_s
+    for failures in range(1, 8):
+        stubs.await_death()
+        if failures == 7:
+            stubs.in_child = wait_for_a_signal()  # the device is back
+        keeper.look()
+        assert not keeper.cannot_start
+        assert health_problem(engine.segment.header, real_time.monotonic_ns()) is not None
+        time.now_s += keeper.due_in_s() or 0.0
+        keeper.look()
+        assert len(stubs.pids) == 2 + failures
+    assert time.now_s - before_s > 2 * BACKOFF_MAX_S
+    keeper.stop()
 
 
 # ------------------------------------------------------------------------------------------------- that cannot start
