@@ -1,4 +1,4 @@
-"""The command line: `ironbatch serve`, `check-config`, `bench`.
+"""The command line: `ironbatch serve`, `check-config`, `bench`, `device`.
 
 What takes long to import (numba, numpy, the web side) is imported by the command that needs it: `--help` and a
 message about a bad value come at once.
@@ -18,6 +18,8 @@ from ironbatch import logs
 from ironbatch.bench import cli as bench_cli
 from ironbatch.bench.options import FLAGS as BENCH_FLAGS
 from ironbatch.config import Config, Option, environment_warnings, options
+from ironbatch.driver import cli as device_cli
+from ironbatch.driver.options import FLAGS as DEVICE_FLAGS
 from ironbatch.errors import EXIT_FAILED, EXIT_OK, EXIT_SIGNAL_BASE, EXIT_USAGE, ConfigError, IronbatchError
 from ironbatch.kinds import as_text
 from ironbatch.limits import quoted
@@ -102,7 +104,13 @@ _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "serve": _serve,
     "check-config": _check_config,
     "bench": bench_cli.run,
+    "device": device_cli.run,
 }
+_OWN_FLAGS: Final[Mapping[str, Sequence[str]]] = {
+    "bench": [flag.text for flag in BENCH_FLAGS],
+    "device": [flag.text for flag in DEVICE_FLAGS],
+}
+"""Of the commands that run no engine; the others have its options."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -125,11 +133,13 @@ def _parser() -> _Parser:
     serve = add("serve", "run the engine until SIGTERM or SIGINT", _PRECEDENCE)
     check = add("check-config", "say what `serve` would run with these flags and this environment", _PRECEDENCE)
     bench = add("bench", "measure a running server", bench_cli.EPILOG)
+    device = add("device", "serve a reference device as a node in the file system", device_cli.EPILOG)
     for command in (serve, check):
         for option in options():
             _add_option(command, option)
     check.add_argument("--json", action="store_true", help="print it as JSON")
     bench_cli.add_arguments(bench)
+    device_cli.add_arguments(device)
     return parser
 
 
@@ -169,7 +179,7 @@ def _check_command(argv: Sequence[str]) -> None:
 
 def _unknown_problems(command: str, unknown: Sequence[str]) -> list[str]:
     """One line for each argument that `command` does not know; values of unknown flags are not told of twice."""
-    flags = [option.flag for option in options()] if command != "bench" else [flag.text for flag in BENCH_FLAGS]
+    flags = list(_OWN_FLAGS.get(command) or [option.flag for option in options()])
     flags += ["--json", "--help"] if command == "check-config" else ["--help"]
     unknown_flags = [word for word in unknown if word.startswith("-")]
     problems = []

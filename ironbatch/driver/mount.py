@@ -244,7 +244,8 @@ def find_mount(path: str, mountinfo: str = MOUNTINFO) -> Mount | None:
 def abort_connection(path: str, connections: str = CONNECTIONS) -> bool:
     """Free whoever is stuck in a call on a node that hangs: all calls on it fail from now on, with DeviceGone.
 
-    Does not touch the file system at `path`, so it can't get stuck itself. If the node is not in use, it may be unmounted too.
+    Does not touch the file system at `path`, so it can't get stuck itself. A node that is not in use may be
+    unmounted too.
 
     Args:
         path: of the node.

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from ironbatch.driver import mount
-from ironbatch.driver.fuse import Connection
+from ironbatch.driver.fuse import Connection, Opcode
 from ironbatch.driver.mount import MountedNode, abort_connection, find_mount, mount_node
 from ironbatch.errors import DeviceUnavailable, StartError
 from tests.driver.node_process import clear_mount, needs_node
+from tests.support import wait_until
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount by itself")
 
@@ -226,7 +227,11 @@ def test_mount_that_hangs_counts_as_alive(mounted: MountedNode, monkeypatch: pyt
 @needs_root
 def test_abort_by_force(mounted: MountedNode) -> None:
     """Whoever waits for an answer is freed."""
+    connection = Connection(os.dup(mounted.fd))
+    connection.negotiate()
     with subprocess.Popen(["stat", "-f", mounted.path], stderr=subprocess.PIPE, text=True) as stuck:
+        wait_until(lambda: (request := connection.read()) is not None and request.opcode == Opcode.STATFS)
+        connection.close()
         assert abort_connection(mounted.path, connections="/nonexistent")
         _, told = stuck.communicate(timeout=10)
     assert stuck.returncode == 1
