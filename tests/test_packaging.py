@@ -122,7 +122,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def test_the_wheel_holds_the_whole_package_and_nothing_else(wheel_names: set[str]) -> None:
-    shipped = {".py", ".h", ".typed"}
+    shipped = {".py", ".c", ".h", ".typed"}
     expected = {
         path.relative_to(ROOT).as_posix() for path in (ROOT / "ironbatch").rglob("*") if path.suffix in shipped
     } | {"ironbatch/py.typed"}

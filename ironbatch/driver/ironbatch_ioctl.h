@@ -59,7 +59,7 @@ struct ironbatch_get_info {
 	__u64 kv_bytes;        /* num_blocks * block_bytes */
 	__u64 map_bytes;       /* map [0, map_bytes), shared, for reading and writing */
 	__u8 boot_id[16];      /* another one whenever the device has lost its state otherwise than by RESET */
-	__u32 longest_step_us; /* a batch that takes longer may be called lost; 0: not known */
+	__u32 longest_step_us; /* a fence that is not signalled so long after its submission is lost */
 	__s32 eos_token_id;    /* -1: none */
 	__u64 reserved0[3];
 };
@@ -156,13 +156,13 @@ struct ironbatch_get_error {
 
 /*
  * GET_LIMITS: what a batch may look like. 0: no limit. Buckets are the batch sizes that the device is compiled for:
- * ascending, up to the first 0 or the array's end; a batch is padded to the next one, by the device. A STEP is a prefill
- * if it has several new tokens or does not emit, else a decode.
+ * ascending, up to the first 0 or the array's end; a batch is padded to the next one, by the device. A STEP that
+ * has several new tokens or does not emit is a prefill; another may be a decode, or the last token of a prefill.
  */
 struct ironbatch_get_limits {
 	__u32 max_seqs;          /* out: STEP records in a batch */
 	__u32 max_tokens;        /* out: new tokens in a batch */
-	__u32 max_prefill_seqs;  /* out: STEP records that are prefills */
+	__u32 max_prefill_seqs;  /* out: STEP records that are prefills for sure */
 	__u32 max_in_flight;     /* out: batches of a context that are not over; one more is EAGAIN */
 	__u64 max_batch_context; /* out: padded sequences x longest context_tokens */
 	__u32 flags;             /* out */
