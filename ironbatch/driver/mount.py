@@ -267,6 +267,8 @@ def abort_connection(path: str, connections: str = CONNECTIONS) -> bool:
     code = _umount(mount.path, _FORCE | _NOFOLLOW)
     if code in {0, errno.EBUSY}:
         return True
+    if code in {errno.EINVAL, errno.ENOENT}:  # it was unmounted meanwhile
+        return False
     raise DeviceUnavailable(
         f"the connection of {mount.path} can't be aborted: {os.strerror(code)}; as root, end the server that hangs, or:"
         f" umount -f {mount.path}",
