@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import struct
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ironbatch.driver import abi
+from ironbatch.driver import abi, faults, options
 from ironbatch.driver.abi import FieldOutOfRange, Message
+from ironbatch.driver.handle import GONE
 from ironbatch.kernels import device_records as records
 
 PAGE = Path(__file__).parents[2] / "docs" / "driver.md"
@@ -251,3 +253,101 @@ def test_record_sizes_are_padded_to_eight_bytes() -> None:
             assert offset % kind.base.itemsize == 0
             end += kind.itemsize
         assert end == dtype.itemsize
+
+
+# ------------------------------------------------------------------------------------------------------ docs/driver.md
+
+
+def section(title: str) -> str:
+    """What stands under a heading, up to the next heading of any rank."""
+    match = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#+ |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert match is not None, title
+    return match.group(1)
+
+
+def table(text: str, head: str) -> list[list[str]]:
+    """The rows of the table whose head begins so."""
+    lines = text.splitlines()
+    (start,) = [index for index, line in enumerate(lines) if line.startswith(head)]
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def kind_of(kind: str, count: int) -> str:
+    return f"{kind}[{count}]" if count else kind
+
+
+def test_the_page_has_every_call() -> None:
+    names_by_bits = {bits: name for name, bits in DIRECTIONS.items()}
+    assert table(section("The calls"), "| nr |") == [
+        [
+            f"0x{message.request & 0xFF:02X}",
+            message.name.upper(),
+            names_by_bits[message.request >> 30],
+            str(message.size),
+            f"0x{message.request:08X}",
+        ]
+        for message in abi.MESSAGES
+    ]
+    assert f"Magic {abi.MAGIC:#X}".replace("0X", "0x") in section("The calls")
+
+
+@pytest.mark.parametrize("message", abi.MESSAGES, ids=lambda message: message.name)
+def test_the_page_has_every_field_of_a_call(message: Message) -> None:
+    rows = table(section(message.name.upper()), "| offset |")
+    assert [row[:3] for row in rows] == [
+        [str(message.offsets[field]), kind_of(*message.kinds[field]), field] for field in message.kinds
+    ]
+    assert [row[3] == "0" for row in rows] == [is_reserved(field) for field in message.kinds]
+
+
+def test_the_page_has_every_field_of_the_mapped_memory() -> None:
+    kinds = {"<u2": "u16", "<u4": "u32", "<u8": "u64", "<i8": "s64", "<f8": "f64"}
+    texts = section("Records")
+    steps, tokens = texts.index("**STEP** computes"), texts.index("**TOKENS** stand")
+    found = [
+        [row[:3] for row in table(part, "| offset |")]
+        for part in (section("Status page"), texts[:steps], texts[steps:tokens], texts[tokens:])
+    ]
+    for rows, dtype in zip(found, (records.STATUS, records.HEADER, records.STEP, records.TOKENS), strict=True):
+        expected = []
+        for name in dtype.names or ():
+            kind, offset = dtype.fields[name][:2]  # type: ignore[index]
+            expected.append([str(offset), kind_of(kinds[kind.base.str], kind.shape[0] if kind.shape else 0), name])
+        assert rows == expected
+
+
+def test_the_page_has_every_flag_and_op() -> None:
+    flags = ("CAP_", "CLAIM_EXACT", "LIMITS_")
+    values = {name: value for name, value in vars(abi).items() if name.startswith(flags)}
+    values["STEP_EMITS"] = records.STEP_EMITS
+    rows = table(section("Capabilities and flags"), "| flag |")
+    assert {name: 1 << int(bit) for name, bit, *_ in rows} == values
+    ops = {name: value for name, value in vars(records).items() if name.startswith("OP_") and name != "OP_MASK"}
+    told = [row[0].split() for row in table(section("Records"), "| op |")]
+    assert {f"OP_{name}": int(number) for number, name in told} == ops
+
+
+def test_the_page_has_every_flag_of_the_node_with_its_default() -> None:
+    told: dict[str, str] = {}
+    for names_cell, defaults, _ in table(section("The reference node"), "| flag |"):
+        flags = re.findall(r"`(--[a-z-]+)`", names_cell)
+        values = defaults.split(", ")
+        told |= zip(flags, values if len(values) == len(flags) else [defaults] * len(flags), strict=True)
+    words = {"": "none", "false": "none", None: ""}
+    special = {"--group": "own group", "--allow-other": "no"}
+    assert told == {flag.text: special.get(flag.text, words.get(flag.default, flag.default)) for flag in options.FLAGS}
+    assert [row[0].strip("`") for row in table(section("Faults"), "| kind |")] == list(faults.KINDS)
+
+
+def test_the_page_names_only_errnos_that_there_are() -> None:
+    named = set(re.findall(r"`(E[A-Z]+)`", PAGE.read_text()))
+    assert len(named) > 15
+    assert [name for name in named if not hasattr(errno, name)] == []
+    gone = {errno.errorcode[code] for code in GONE}
+    rows = table(section("Errors"), "| errno |")
+    assert set(re.findall(r"`(E[A-Z]+)`", rows[-1][0])) == gone

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,10 @@ import pytest
 
 from ironbatch.driver import abi
 from ironbatch.kernels.mock_kv import mock_kv_tokens
-from tests.driver.node_process import needs_node, running_node
+from tests.driver.node_process import environment, needs_node, running_node
 
 FOLDER = Path(abi.__file__).parent
+PAGE = Path(__file__).parents[2] / "docs" / "driver.md"
 SOURCE = FOLDER / "examples" / "step.c"
 SEED = 7  # the program's
 NEW_TOKENS = 8  # likewise
@@ -39,6 +42,14 @@ def expected(prompt: list[int]) -> str:
     context = np.array(prompt + [0] * NEW_TOKENS, np.int32)
     mock_kv_tokens(SEED, context, len(prompt), NEW_TOKENS, -1, 0)
     return " ".join(map(str, context[len(prompt) :].tolist())) + "\n"
+
+
+@needs_node
+def test_the_page_s_example_in_python_runs(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    with running_node(tmp_path, name="device0"):
+        command = [sys.executable, "-W", "error", "-c", example]
+        subprocess.run(command, cwd=tmp_path, env=environment(), check=True, timeout=120)
 
 
 def test_it_is_short() -> None:
