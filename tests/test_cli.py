@@ -17,7 +17,7 @@ from ironbatch.config import BACKEND_GROUP, Config, backend_names, options
 from ironbatch.errors import ConfigError, IronbatchError, StartError
 
 ROOT = Path(ironbatch.__file__).parents[1]
-COMMANDS = ("serve", "check-config", "bench")
+COMMANDS = ("serve", "check-config", "bench", "device")
 DEADLINE_S = 60.0
 HEAVY = ("numba", "llvmlite", "numpy", "uvloop", "falcon", "gunicorn", "msgspec", "asyncio", "rich")
 
@@ -284,14 +284,14 @@ def test_unknown_variables_are_warned_of(
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        ([], "no command; use serve, check-config or bench, or --help"),
+        ([], "no command; use serve, check-config, bench or device, or --help"),
         (["srve"], "'srve' is no command; did you mean serve?"),
         (["checkconfig"], "'checkconfig' is no command; did you mean check-config?"),
-        (["xyz"], "'xyz' is no command; use serve, check-config or bench"),
-        (["\x1b[2J"], r"'\x1b[2J' is no command; use serve, check-config or bench"),
+        (["xyz"], "'xyz' is no command; use serve, check-config, bench or device"),
+        (["\x1b[2J"], r"'\x1b[2J' is no command; use serve, check-config, bench or device"),
         (
             ["--addr", ":1", "serve"],
-            "'--addr' is no flag of ironbatch itself; begin with a command: serve, check-config or bench",
+            "'--addr' is no flag of ironbatch itself; begin with a command: serve, check-config, bench or device",
         ),
         (["serve", "--kv-blocksize", "8"], "'--kv-blocksize' is no flag of serve; did you mean --kv-block-size?"),
         (["serve", "--worker=8"], "'--worker' is no flag of serve; did you mean --workers?"),

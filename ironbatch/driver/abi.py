@@ -76,6 +76,9 @@ class Message:
         """The size of a field."""
         return struct.calcsize("<" + self._code(field))
 
+    def __repr__(self) -> str:
+        return f"<ioctl {self.name}>"
+
     def pack(self, **values: Any) -> bytearray:
         """A buffer of exactly `size` bytes; what is not named is zero.
 

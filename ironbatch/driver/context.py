@@ -9,6 +9,7 @@ from ironbatch.driver.spec import FENCES_KEPT
 from ironbatch.kernels.device import write_status
 
 NO_INDEX: Final = 2**32 - 1
+_LARGEST_VALUE: Final = 2**63 - 1
 
 
 class Refusal(OSError):
@@ -83,7 +84,7 @@ class Context:
             "record": NO_INDEX if refusal.record < 0 else refusal.record,
             "item": NO_INDEX if refusal.item < 0 else refusal.item,
             "reset_count": self._reset_count,
-            "value": refusal.value,
+            "value": min(refusal.value, _LARGEST_VALUE),
             "message": refusal.message.encode("ascii", "replace")[: abi.GET_ERROR.field_bytes("message") - 1],
         }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 
 import numpy as np
@@ -67,7 +65,7 @@ class SoftwareDevice(DeviceHandle):
 
     def _call(self, message: Message, buffer: bytearray) -> None:
         if self._context is None:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            raise ValueError("I/O operation on a closed device")
         while True:
             self._device.advance()
             answer = self._device.ioctl(self._context, message.request, bytes(buffer))

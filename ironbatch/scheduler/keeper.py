@@ -215,7 +215,8 @@ class SchedulerKeeper:
             lived_s = time.monotonic() - self._started_s
             self._short_lives = 0 if lived_s >= STEADY_S else self._short_lives + 1
             delay_s = restart_delay_s(self._short_lives)
-        if delay_s >= STORM_DELAY_S:  # no client notices a death or two; a storm /health must tell of
+        # No client notices a death or two; /health must tell of a storm, and of a backend that cannot be had.
+        if delay_s >= STORM_DELAY_S or exit_code == EXIT_START_FAILED:
             header["scheduler_ready"] = 0
         _log.error("the scheduler ended with %s; the next starts in %.1f s", _described(exit_code), delay_s)
         self._restart_at_s = time.monotonic() + delay_s
