@@ -67,7 +67,7 @@ def test_help_lists_every_flag_with_its_default(capsys: Capture) -> None:
 def test_help_and_bad_values_import_nothing_heavy() -> None:
     program = (
         "import sys; from ironbatch.cli import main; main(['device', '--help']); main(['device', '--blocks', '0']);"
-        "sys.exit(' '.join({'numpy', 'numba', 'falcon', 'uvloop', 'asyncio'} & sys.modules.keys()))"
+        "sys.exit(' '.join({'numpy', 'numba', 'falcon', 'uvloop', 'asyncio'} & sys.modules.keys()) or None)"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment(), timeout=END_S
@@ -129,11 +129,10 @@ def test_values_are_read() -> None:
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    flags = (
-        "--node n --blocks 7 --caps copy,reset --no-mix --seq-buckets 1,2,8 --abi 2.5 --mode 600 --group 12"
-        " --allow-other --inject eio@3,hang --inject-rate .5 --memory auto".split()
-    )
-    read = options.NodeOptions.read(parser.parse_args(flags))
+    sizes = ["--blocks", "7", "--caps", "copy,reset", "--no-mix", "--seq-buckets", "1,2,8", "--abi", "2.5"]
+    access = ["--mode", "600", "--group", "12", "--allow-other", "--memory", "auto"]
+    faults = ["--inject", "eio@3,hang", "--inject-rate", ".5"]
+    read = options.NodeOptions.read(parser.parse_args(["--node", "n", *sizes, *access, *faults]))
     assert (read.path, read.mode, read.gid, read.is_for_all) == ("n", 0o600, 12, True)
     assert read.memory == "named"  # without mmap
     assert read.spec.caps == abi.CAP_COPY | abi.CAP_RESET
@@ -247,7 +246,7 @@ def _user_problem() -> str:
         return "this is run by an ordinary user anyway"
     if shutil.which("fusermount3") is None:
         return "fusermount3 is not installed"
-    if not os.path.exists(mount.FUSE_DEVICE) or not os.stat(mount.FUSE_DEVICE).st_mode & 0o006 == 0o006:
+    if not os.path.exists(mount.FUSE_DEVICE) or os.stat(mount.FUSE_DEVICE).st_mode & 0o006 != 0o006:
         return f"{mount.FUSE_DEVICE} is not open to all users"
     return ""
 
