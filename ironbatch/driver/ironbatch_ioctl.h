@@ -39,7 +39,7 @@
 
 /*
  * GET_INFO: who is there, and where things are in the mapping. The caller sends signature and its own version, the
- * device answers with its own: both decide whether they can speak (the same abi_major).
+ * device answers with its own, whatever the caller's is. The caller decides: the same abi_major, or no deal.
  *
  * status_off and ring_off are this open file's own: each open() is a context with its own status page and ring.
  */
