@@ -179,10 +179,7 @@ def _mount_by_helper(helper: str | None, path: str, *, is_for_all: bool) -> int:
         ran = _run_helper(helper, ["-o", options, "--", path], environ=environ, keeps=its.fileno())
         if ran.returncode:
             told = " ".join(ran.stderr.split()) or f"exit code {ran.returncode}"
-            raise StartError(
-                f"cannot mount {path}: {told}; {FUSE_DEVICE} must be there (modprobe fuse) and open to this user (join"
-                " the group that owns it), or run it as root"
-            )
+            raise StartError(f"cannot mount {path}: {told}; {_helper_remedy(told)}, or run it as root")
         ours.settimeout(FUSERMOUNT_S)
         fds = array.array("i")
         _, ancillary, _, _ = ours.recvmsg(1, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
@@ -207,6 +204,12 @@ def _run_helper(
         check=False,
         timeout=FUSERMOUNT_S,
     )
+
+
+def _helper_remedy(told: str) -> str:
+    if "allow_other" in told:
+        return "leave out --allow-other, or write user_allow_other into /etc/fuse.conf"
+    return f"{FUSE_DEVICE} must be there (modprobe fuse) and open to this user (join the group that owns it)"
 
 
 def _fuse_problem(code: int) -> str:
@@ -270,7 +273,7 @@ def abort_connection(path: str, connections: str = CONNECTIONS) -> bool:
     if code in {errno.EINVAL, errno.ENOENT}:  # it was unmounted meanwhile
         return False
     raise DeviceUnavailable(
-        f"the connection of {mount.path} can't be aborted: {os.strerror(code)}; as root, end the server that hangs, or:"
+        f"the connection of {mount.path} can't be aborted: {os.strerror(code)}; kill the server that hangs, or as root:"
         f" umount -f {mount.path}",
         code,
     )

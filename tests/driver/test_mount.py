@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -113,14 +114,26 @@ def test_ordinary_user_without_a_helper(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "device0").exists()
 
 
-def test_helper_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        (
+            "failed to open /dev/fuse: Permission denied",
+            "/dev/fuse must be there (modprobe fuse) and open to this user",
+        ),
+        ("option allow_other only allowed if 'user_allow_other' is set in /etc/fuse.conf", "leave out --allow-other"),
+        ("", "exit code 1; /dev/fuse must be there"),
+    ],
+)
+def test_helper_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, remedy: str) -> None:
     helper = tmp_path / "fusermount3"
-    helper.write_text("#!/bin/sh\necho 'fusermount3: mount failed: Operation not permitted' >&2\nexit 1\n")
+    helper.write_text(f'#!/bin/sh\necho "{said}" >&2\nexit 1\n')
     helper.chmod(0o755)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda name: str(helper))
-    with pytest.raises(StartError, match="fusermount3: mount failed: Operation not permitted; /dev/fuse must be"):
+    with pytest.raises(StartError, match=re.escape(remedy)) as raised:
         mount_node(str(tmp_path / "device0"))
+    assert said in str(raised.value)
     assert not (tmp_path / "device0").exists()
 
 
@@ -259,5 +272,5 @@ def test_abort_that_is_not_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = mount.Mount(40, str(tmp_path / "device0"), "fuse.ironbatch")
     monkeypatch.setattr(mount, "find_mount", lambda path: found)
     monkeypatch.setattr(mount, "_umount", lambda path, flags: errno.EPERM)
-    with pytest.raises(DeviceUnavailable, match="can't be aborted: Operation not permitted; as root"):
+    with pytest.raises(DeviceUnavailable, match="can't be aborted: Operation not permitted; kill the server"):
         abort_connection("device0", connections=str(tmp_path))
