@@ -98,7 +98,12 @@ def time_step(loops: int, side: str, running: int) -> float:
     """Seconds of `loops` decode steps of the scheduler."""
     device = "software" if side == "software" else node_path()
     config = Config(
-        backend="device", device=device, max_model_len=MODEL_LEN, total_kv_blocks=KV_BLOCKS, max_running_seqs=running
+        backend="device",
+        device=device,
+        max_model_len=MODEL_LEN,
+        total_kv_blocks=KV_BLOCKS,
+        max_running_seqs=running,
+        mock_token_latency_us=0,  # which is the software device's too
     )
     engine = StepEngine(running, DeviceBackend(config))
     elapsed_s = engine.time_steps(loops)

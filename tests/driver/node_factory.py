@@ -112,8 +112,8 @@ class NodeFactory:
             if word == "forked":
                 pid = int(rest)
                 self._started.append(Forked(pid, ""))
-            elif "was unmounted" not in text and "aborted" not in text and not (word == "ended" and not pid):
-                line = text  # what those before say when they end is nobody's concern
+            elif pid and not _is_an_end(text, pid):
+                line = text
         self._started[-1].line = line
         return self._started[-1]
 
@@ -125,6 +125,12 @@ class NodeFactory:
             self._read += chunk
         line, _, self._read = self._read.partition(b"\n")
         return line.decode()
+
+
+def _is_an_end(text: str, pid: int) -> bool:
+    """Whether one of those that were started before has said this when it ended."""
+    words = text.split()
+    return "was unmounted" in text or "was aborted" in text or (words[0] == "ended" and words[1] != str(pid))
 
 
 # ------------------------------------------------------------------------------------------- in the factory's process
@@ -179,8 +185,8 @@ def _serve() -> None:
         name, *arguments = json.loads(line)
         pid = os.fork()
         if pid:
-            os.write(1, f"forked {pid}\n".encode())
             continue
+        os.write(1, f"forked {os.getpid()}\n".encode())  # by itself, so that it is before all else that it says
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         code = 1
         try:

@@ -590,7 +590,6 @@ def test_device_that_is_away_after_it_was_there_is_tried_again_and_again(
     """The next schedulers find a dead node. The server lives on, and /health never says that all is well."""
     keeper = SchedulerKeeper(small_config(**ON_A_NODE), engine)
     let_it_hang(keeper, engine, time)
-    engine.segment.header["heartbeat_ns"] = 1
     stubs.in_child = lambda: EXIT_START_FAILED
     wait_until(lambda: (keeper.look(), len(stubs.pids) == 2)[1], what="the next")
     before_s = time.now_s
