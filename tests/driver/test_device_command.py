@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -238,6 +239,10 @@ def test_reader_that_has_gone_leaves_no_mount(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+NOBODY = 65534
+AS_NOBODY: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+
+
 def _user_problem() -> str:
     """Why an ordinary user can't serve a node here."""
     if os.geteuid() != 0:
@@ -247,9 +252,7 @@ def _user_problem() -> str:
     if not os.path.exists(mount.FUSE_DEVICE) or os.stat(mount.FUSE_DEVICE).st_mode & 0o006 != 0o006:
         return f"{mount.FUSE_DEVICE} is not open to all users"
     try:
-        subprocess.run(
-            [sys.executable, "-c", "import ironbatch"], check=True, user=65534, env=environment(), timeout=60
-        )
+        subprocess.run([sys.executable, "-c", "import numba"], check=True, env=environment(), timeout=60, **AS_NOBODY)
     except (OSError, subprocess.SubprocessError):
         return f"{sys.executable} is not open to all users"
     return ""
@@ -259,12 +262,10 @@ _USER_PROBLEM = _user_problem()
 
 
 @pytest.mark.skipif(bool(_USER_PROBLEM), reason=_USER_PROBLEM or "an ordinary user can")
-def test_ordinary_user(tmp_path: Path) -> None:
-    home = tmp_path / "home"
+def test_ordinary_user(public_path: Path) -> None:
+    home = public_path.parent / "home"
     home.mkdir()
-    os.chown(home, 65534, 65534)
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(folder.stat().st_mode | 0o011)
+    os.chown(home, NOBODY, NOBODY)
     path = home / "device0"
     cache = home / "cache"
     environ = environment() | {"IRONBATCH_CACHE_DIR": str(cache), "HOME": str(home)}
@@ -274,9 +275,7 @@ def test_ordinary_user(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env=environ,
-        user=65534,
-        group=65534,
-        extra_groups=[],
+        **AS_NOBODY,
     )
     assert process.stdout is not None
     node = NodeProcess(str(path), process, process.stdout.readline())
@@ -293,9 +292,7 @@ def test_ordinary_user(tmp_path: Path) -> None:
             text=True,
             check=False,
             env=environ,
-            user=65534,
-            group=65534,
-            extra_groups=[],
+            **AS_NOBODY,
             timeout=240,
         )
         assert (ran.stdout, ran.stderr) == (f"{7 * 64}\n", "")

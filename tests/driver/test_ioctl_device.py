@@ -115,39 +115,30 @@ def test_reasons_why_it_cannot_be_opened(monkeypatch: pytest.MonkeyPatch, path: 
 
 @needs_node
 @needs_root
-def test_permission_denied_names_owner_group_and_mode(factory: NodeFactory, tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(folder.stat().st_mode | 0o011)
-    path = tmp_path / "device0"
-    factory.node(path, "--mode", "0640")
-    told = factory.client("open_as_nobody", str(path)).line
-    assert told.startswith(f"EACCES {path} can't be opened: permission denied to user ")
+def test_permission_denied_names_owner_group_and_mode(factory: NodeFactory, public_path: Path) -> None:
+    factory.node(public_path, "--mode", "0640")
+    told = factory.client("open_as_nobody", str(public_path)).line
+    assert told.startswith(f"EACCES {public_path} can't be opened: permission denied to user ")
     assert "it belongs to user root and group root, with mode 0640; join the group root" in told
 
 
 @needs_node
 @needs_root
-def test_mode_lets_others_in(factory: NodeFactory, tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(folder.stat().st_mode | 0o011)
-    path = tmp_path / "device0"
-    factory.node(path, "--mode", "0660", "--group", "65534")
-    assert os.stat(path).st_gid == 65534
-    assert factory.client("open_as_nobody", str(path)).line == "opened"
-    os.chmod(path, 0o600)
-    assert factory.client("open_as_nobody", str(path)).line.startswith("EACCES")
+def test_mode_lets_others_in(factory: NodeFactory, public_path: Path) -> None:
+    factory.node(public_path, "--mode", "0660", "--group", "65534")
+    assert os.stat(public_path).st_gid == 65534
+    assert factory.client("open_as_nobody", str(public_path)).line == "opened"
+    os.chmod(public_path, 0o600)
+    assert factory.client("open_as_nobody", str(public_path)).line.startswith("EACCES")
 
 
 @needs_node
 @needs_root
-def test_memory_of_another_user_cannot_be_named(factory: NodeFactory, tmp_path: Path) -> None:
+def test_memory_of_another_user_cannot_be_named(factory: NodeFactory, public_path: Path) -> None:
     """Passthrough is for all who may open the node; a name below /proc/PID/fd is for the same user only."""
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(folder.stat().st_mode | 0o011)
-    path = tmp_path / "device0"
-    node = factory.node(path, "--mode", "0666", "--memory", "named")
-    told = factory.client("open_as_nobody", str(path)).line
-    assert told.startswith(f"EACCES {path} keeps its memory at /proc/{node.pid}/fd/")
+    node = factory.node(public_path, "--mode", "0666", "--memory", "named")
+    told = factory.client("open_as_nobody", str(public_path)).line
+    assert told.startswith(f"EACCES {public_path} keeps its memory at /proc/{node.pid}/fd/")
     assert "which can't be opened: Permission denied; only processes of the node's user" in told
 
 
