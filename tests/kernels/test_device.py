@@ -19,7 +19,7 @@ from ironbatch.kernels import device as kernels
 from ironbatch.kernels.device import check_batch, run_batch, write_status
 from ironbatch.kernels.device_records import OP_COPY_BLOCKS, OP_STEP, OP_ZERO_BLOCKS, STATUS, STEP_EMITS, tokens_bytes
 from ironbatch.kernels.device_status import is_well_signaled
-from tests.driver.records import block_list, copy, step, zero
+from tests.driver.records import copy, step, zero
 
 BLOCKS: Final = 12
 SIZE: Final = 4  # positions of a block
@@ -314,15 +314,12 @@ def test_what_a_batch_holds() -> None:
 def test_padding_is_looked_at_by_nobody() -> None:
     """A record of an odd number of ids, whose padding is noise."""
     bench = Bench()
-    noisy = [record[:-4] + b"\xff" * 4 for record in (zero(2, 3, 5), step([6], [9, 8]), block_list(OP_ZERO_BLOCKS, [7]))]
-    assert bench.check(b"".join(noisy)) == 0
-    assert bench.run(b"".join(noisy), 1) == run(parse_sound(b"".join(noisy)), list(range(BLOCKS * SIZE)))
-
-
-def parse_sound(batch: bytes) -> Parsed:
-    parsed = parse(batch)
+    records = (zero(2, 3, 5), step([6], [9, 8, 7, 6], context=4), zero(7))
+    noisy = b"".join(record[:-4] + b"\xff" * 4 for record in records)
+    parsed = parse(noisy)
     assert isinstance(parsed, Parsed)
-    return parsed
+    assert bench.check(noisy) == 0
+    assert bench.run(noisy, 1) == run(parsed, list(range(BLOCKS * SIZE)))
 
 
 @pytest.mark.parametrize(
