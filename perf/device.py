@@ -5,7 +5,7 @@ kernel: one call that asks and changes nothing, a submitted batch of one sequenc
 `Scheduler.step` on the device backend. No device takes any time of its own (`--step-latency-us 0`). Beside them an
 ioctl on /dev/urandom, which is the cheapest that there is.
 
-Needs /dev/fuse; without it there is no node to measure.
+Where no node can be served, without /dev/fuse say, it says so and measures nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from engine import BLOCK_SIZE, MODEL_LEN, StepEngine
+from results import CANNOT_RUN
 from yardsticks import runner
 
 from ironbatch.backends.device import DeviceBackend
@@ -30,7 +32,7 @@ from ironbatch.driver.ioctl import IoctlDevice
 from ironbatch.driver.software import SoftwareDevice
 from ironbatch.driver.spec import DeviceSpec
 from tests.driver import records
-from tests.driver.node_process import running_node
+from tests.driver.node_process import running_node, unusable_reason
 
 RUNNING = (1, 32, 256)
 RNDGETENTCNT: Final = 0x80045200  # include/uapi/linux/random.h
@@ -113,6 +115,9 @@ def time_step(loops: int, side: str, running: int) -> float:
 
 def main() -> None:
     """Run all cases."""
+    if reason := unusable_reason():
+        print(f"skipped: {reason}", file=sys.stderr)
+        raise SystemExit(CANNOT_RUN)
     made = runner(__doc__)
     with _at_exit:
         made.bench_time_func("ioctl/urandom", time_urandom)

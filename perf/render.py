@@ -16,6 +16,7 @@ PAGE = REPOSITORY / "BENCHMARKS.md"
 FIGURE = results.DIRECTORY / "step_cost.svg"
 AUDIT_EVERY = Config().audit_every
 RUNNING = (8, 64, 256, 1024, 4096)
+DEVICE_RUNNING = (1, 32, 256)
 STREAMS = ("1-stream", "64-streams", "256-streams")
 PACES = {"one-line": "one", "eight-lines": "eight", "flat-out": "all that wait"}
 EMPTY = "empty_call"
@@ -43,6 +44,7 @@ class Page:
             self._prefix_cache(),
             self._audit(),
             self._mock_kv(),
+            self._device(),
             self._kernel_call(),
             self._shared_memory(),
             self._wake_up(),
@@ -91,6 +93,7 @@ class Page:
             ("audit, % of the steps it is spread over", 100 * max(map(self._audit_share, POOLS)), 5.0),
             ("step at 4096 by step at 256", step["steady/4096/alone"] / steady, 20.0),
             ("step with 256 admissions, by a steady one", step["first/256/alone"] / steady, 3.0),
+            ("submit and wait on a node, by two bare ioctls on it", self._by_two_ioctls(), 5.0),
             ("wake to collected token, by a bare eventfd", wake["token/ironbatch"] / wake["token/bare_event"], 1.5),
             ("CPU a line, by a bare protocol; 64 streams, one line a send", one_line, 1.8),
             ("CPU us a line; 64 streams, eight lines a send", eight_us, 2.5),
@@ -214,6 +217,28 @@ class Page:
             ("without", mock, "step/plain", "step/bare_numpy", "numpy"),
         )
         yield from beside(rows)
+
+    def _by_two_ioctls(self) -> float:
+        device = self._files["device"]
+        return device["submit_and_wait/node"] / (2 * device["ioctl/node"])
+
+    def _device(self) -> Iterator[str]:
+        device = self._files["device"]
+        yield "## Devices"
+        yield ""
+        yield from paragraph(f"""
+            The reference device, in the scheduler's process and as a node in a process of its own, through the kernel;
+            it takes no time itself. A bare ioctl asks for the free blocks; one on /dev/urandom, which no process has to
+            answer, takes {seconds(device["ioctl/urandom"])}. (`perf/device.py`)
+        """)
+        yield ""
+        names = {"ioctl": "a bare ioctl", "submit_and_wait": "submit one sequence, and wait"}
+        names |= {f"step/{running}": f"a step of the server's at {running} running" for running in DEVICE_RUNNING}
+        rows = []
+        for name, what in names.items():
+            node, software = device[f"{name}/node"], device[f"{name}/software"]
+            rows.append((what, seconds(node), f"{node / device['ioctl/node']:.1f}", seconds(software)))
+        yield from table(("", "node", "/ bare ioctl", "software device"), rows)
 
     def _kernel_call(self) -> Iterator[str]:
         call = self._files["kernel_call"]

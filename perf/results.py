@@ -17,6 +17,7 @@ NAMES = (
     "prefix_cache",
     "audit",
     "mock_kv",
+    "device",
     "lane_hand_off",
     "slot_publish_collect",
     "wake_up",
@@ -24,6 +25,9 @@ NAMES = (
     "start_and_idle",
 )
 """One script each, in the order in which `make bench` runs them."""
+
+CANNOT_RUN = 77
+"""The exit code of a script that lacks what it measures; it has said so in a line (as automake has it)."""
 
 YARDSTICKS = ("empty_call", "oracle_step")
 
