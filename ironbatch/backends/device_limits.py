@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 from ironbatch.backends.limits import BatchLimits, longest_context
@@ -80,14 +81,8 @@ def declared_limits(config: Config, device: DeviceHandle) -> BatchLimits:
     longest = min(config.max_request_tokens, longest_context(own) or config.max_request_tokens)
     blocks = -(-longest // config.kv_block_size)
     rows, tokens = ring_limits(config, device, blocks)
-    return BatchLimits(
-        max_sequences=min(rows, own.max_sequences or rows),
-        max_tokens=min(tokens, own.max_tokens or tokens),
-        mixes_prefill_and_decode=own.mixes_prefill_and_decode,
-        max_prefill_sequences=own.max_prefill_sequences,
-        sequence_buckets=own.sequence_buckets,
-        token_buckets=own.token_buckets,
-        max_batch_context=own.max_batch_context,
+    return replace(
+        own, max_sequences=min(rows, own.max_sequences or rows), max_tokens=min(tokens, own.max_tokens or tokens)
     )
 
 

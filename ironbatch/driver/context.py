@@ -8,7 +8,6 @@ from ironbatch.driver import abi
 from ironbatch.driver.spec import FENCES_KEPT
 from ironbatch.kernels.device import write_status
 
-NO_INDEX: Final = 2**32 - 1
 _LARGEST_VALUE: Final = 2**63 - 1
 
 
@@ -49,7 +48,7 @@ class Context:
         self.writable = writable
         self.submitted = 0
         self.signaled = 0
-        self.error: dict[str, Any] = {"record": NO_INDEX, "item": NO_INDEX}  # the fields of GET_ERROR
+        self.error: dict[str, Any] = {"record": abi.NO_INDEX, "item": abi.NO_INDEX}  # the fields of GET_ERROR
         self._statuses: dict[int, int] = {}  # of batches that have failed
         self._failed = 0  # the newest of them
         self._repeated = 0  # a fence that is going to be signalled twice
@@ -81,8 +80,8 @@ class Context:
         self.error = {
             "fence": fence,
             "code": -refusal.code,
-            "record": NO_INDEX if refusal.record < 0 else refusal.record,
-            "item": NO_INDEX if refusal.item < 0 else refusal.item,
+            "record": abi.NO_INDEX if refusal.record < 0 else refusal.record,
+            "item": abi.NO_INDEX if refusal.item < 0 else refusal.item,
             "reset_count": self._reset_count,
             "value": min(refusal.value, _LARGEST_VALUE),
             "message": refusal.message.encode("ascii", "replace")[: abi.GET_ERROR.field_bytes("message") - 1],
