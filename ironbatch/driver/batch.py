@@ -126,7 +126,7 @@ class Checker:
         for name, value, limit in (
             ("max_seqs", rows, spec.row_limit),
             ("max_tokens", verdict[kernels.NEW_TOKENS], spec.token_limit),
-            ("max_prefill_seqs", verdict[kernels.CHUNKS], spec.max_prefill_seqs),
+            ("max_prefill_seqs", verdict[kernels.PREFILLS], spec.max_prefill_seqs),
             ("max_batch_context", spec.padded_rows(rows) * verdict[kernels.LONGEST_CONTEXT], spec.max_batch_context),
         ):
             if limit and value > limit:

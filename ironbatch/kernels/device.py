@@ -76,7 +76,7 @@ BAD_TOKEN = 9  # negative; item: its index among the new tokens
     LIMIT,
     STEPS,
     NEW_TOKENS,
-    CHUNKS,  # steps of several tokens
+    PREFILLS,  # steps of several tokens, or that emit none
     LONGEST_CONTEXT,
     COPIES,  # records of copies
     ZEROS,  # records of zeros
@@ -147,8 +147,8 @@ def check_step(ints, words, owners, num_blocks, owner, block_tokens, verdict):
     verdict[STEPS] += 1
     verdict[NEW_TOKENS] += new
     verdict[LONGEST_CONTEXT] = max(verdict[LONGEST_CONTEXT], context)
-    if new > 1:
-        verdict[CHUNKS] += 1
+    if new > 1 or unsigned(ints[INT_OP_FLAGS]) >> FLAGS_SHIFT & STEP_EMITS == 0:
+        verdict[PREFILLS] += 1
     return 0
 
 
