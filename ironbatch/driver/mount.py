@@ -9,13 +9,17 @@ import array
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import re
+import select
 import shutil
 import socket
 import stat
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from ironbatch.errors import DeviceUnavailable, StartError
@@ -31,6 +35,7 @@ PROBE_S: Final = 2.0
 """A node that has not answered in this time is taken for a living one that hangs."""
 
 FUSERMOUNT_S: Final = 10.0
+LOCK_S: Final = 5.0
 
 _NOSUID, _NODEV = 2, 4  # include/uapi/linux/mount.h
 _FORCE, _DETACH, _NOFOLLOW = 1, 2, 8  # umount2(2)
@@ -48,17 +53,26 @@ class Mount(NamedTuple):
 
 
 class MountedNode:
-    """A node's mount. `fd` is its end of /dev/fuse; `unmount` leaves the place as it was found."""
+    """A node's mount. `fd` is its end of /dev/fuse; `unmount` leaves the place as it was found.
 
-    def __init__(self, path: str, fd: int, *, helper: str | None, made_file: bool) -> None:
+    By then a successor may serve at the same path, if this node was given up: its mount is left alone.
+    """
+
+    def __init__(self, path: str, fd: int, *, helper: str | None, made_file: bool, device_minor: int) -> None:
         self.path = path
         self.fd = fd
         self._helper = helper
         self._made_file = made_file
+        self._device_minor = device_minor
 
     def is_mounted(self) -> bool:
         """Whether the mount is still there, and not only our end of it."""
-        return find_mount(self.path) is not None
+        mount = find_mount(self.path)
+        if mount is None:
+            return False
+        if self._is_connected():
+            return mount.device_minor == self._device_minor
+        return _is_dead(self.path)  # a living one's minor may be ours, which is free by now
 
     def unmount(self) -> None:
         """Take the mount away, also from under its users, and the file if we have made it. Never raises."""
@@ -67,8 +81,15 @@ class MountedNode:
                 _umount(self.path, _DETACH | _NOFOLLOW)
             else:
                 _run_helper(self._helper, ["-u", "-q", "-z", "--", self.path])
-        if self._made_file and not self.is_mounted():
-            _remove_empty(self.path)
+        with _locked_folder(self.path):
+            if self._made_file and find_mount(self.path) is None:
+                _remove_empty(self.path)
+
+    def _is_connected(self) -> bool:
+        """Whether the kernel still asks us anything."""
+        poller = select.poll()
+        poller.register(self.fd, 0)  # POLLERR comes unasked
+        return not poller.poll(0)
 
 
 # ------------------------------------------------------------------------------------------------------------- mounting
@@ -85,16 +106,45 @@ def mount_node(path: str, *, is_for_all: bool = False) -> MountedNode:
         StartError: one line that says what is in the way, and what helps.
     """
     path = _resolved(path)
-    _clear_the_way(path)
-    made_file = _make_file(path)
     helper = None if os.geteuid() == 0 else shutil.which("fusermount3")
+    with _locked_folder(path):
+        _clear_the_way(path)
+        made_file = _make_file(path)
+        try:
+            fd = _mount_as_root(path) if os.geteuid() == 0 else _mount_by_helper(helper, path, is_for_all=is_for_all)
+        except BaseException:
+            if made_file:
+                _remove_empty(path)
+            raise
+        mount = find_mount(path)
+    minor = -1 if mount is None else mount.device_minor
+    return MountedNode(path, fd, helper=helper, made_file=made_file, device_minor=minor)
+
+
+@contextlib.contextmanager
+def _locked_folder(path: str) -> Iterator[None]:
+    """Hold the node's folder against nodes that start or end there. Who holds it for longer is none, and is ignored."""
+    fd = -1
+    with contextlib.suppress(OSError):  # where we may not look, we may not make a node either, and hear of it
+        fd = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline_s = time.monotonic() + LOCK_S
     try:
-        fd = _mount_as_root(path) if os.geteuid() == 0 else _mount_by_helper(helper, path, is_for_all=is_for_all)
-    except BaseException:
-        if made_file:
-            _remove_empty(path)
-        raise
-    return MountedNode(path, fd, helper=helper, made_file=made_file)
+        while fd >= 0 and not _try_lock(fd) and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+        yield
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def _clear_the_way(path: str) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ironbatch.driver import mount
-from ironbatch.driver.fuse import Connection, Opcode
+from ironbatch.driver.fuse import STATFS_OUT, UNANSWERED, Connection, Disconnected, Opcode
 from ironbatch.driver.mount import MountedNode, abort_connection, find_mount, mount_node
 from ironbatch.errors import DeviceUnavailable, StartError
 from tests.driver.node_process import clear_mount, needs_node
@@ -211,6 +213,82 @@ def test_dead_mounts_are_cleared_away(tmp_path: Path) -> None:
     second.unmount()
     assert find_mount(str(path)) is None
     assert path.exists()  # the first one has made it, and nobody knows
+
+
+def _abort(given_up: MountedNode) -> None:
+    assert abort_connection(given_up.path)
+
+
+def _detach_under_a_client(given_up: MountedNode) -> None:
+    """Its file system lives on, out of sight, while the folder descriptor that is opened here does."""
+    subprocess.run(["umount", "-l", given_up.path], check=True, timeout=10)
+
+
+@needs_node
+@needs_root
+@pytest.mark.parametrize("give_up", [_abort, _detach_under_a_client])
+def test_successor_s_mount_and_file_outlive_the_predecessor(
+    tmp_path: Path, give_up: Callable[[MountedNode], None]
+) -> None:
+    path = tmp_path / "device0"
+    first = mount_node(str(path))
+    held = os.open(path, os.O_PATH) if give_up is _detach_under_a_client else os.open(tmp_path, os.O_PATH)
+    give_up(first)
+    second = mount_node(str(path))
+    connection = Connection(second.fd)
+    answers = threading.Thread(target=_answer_statfs, args=(connection,))
+    answers.start()
+    try:
+        assert not first.is_mounted()
+        first.unmount()
+        assert second.is_mounted()
+        assert "device0" in os.listdir(tmp_path)
+    finally:
+        os.close(held)
+        second.unmount()
+        answers.join(20)
+        connection.close()
+        os.close(first.fd)
+    assert find_mount(str(path)) is None
+
+
+def _answer_statfs(connection: Connection) -> None:
+    """A node that answers whether it lives, until it is unmounted."""
+    connection.negotiate()
+    with contextlib.suppress(Disconnected):
+        while True:
+            request = connection.read()
+            if request is not None and request.opcode == Opcode.STATFS:
+                connection.reply(request.unique, STATFS_OUT.pack(1, 0, 0, 1, 0, 4096, 255, 4096, 0))
+            elif request is not None and request.opcode not in UNANSWERED:
+                connection.reply_error(request.unique, errno.ENOSYS)
+
+
+@needs_node
+@needs_root
+def test_only_one_of_several_that_start_at_once_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mount, "PROBE_S", 0.5)
+    path = str(tmp_path / "device0")
+    made: list[MountedNode] = []
+    told: list[str] = []
+
+    def start() -> None:
+        try:
+            made.append(mount_node(path))
+        except StartError as problem:
+            told.append(str(problem))
+
+    threads = [threading.Thread(target=start) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(made) == 1
+    assert len(told) == 5
+    assert all("a living node is mounted there" in line for line in told)
+    made[0].unmount()
+    os.close(made[0].fd)
+    assert find_mount(path) is None
 
 
 @needs_node
