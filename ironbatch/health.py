@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ironbatch.layout import CALL_OPENING, CALL_STEP
+
 NS_PER_S = 1_000_000_000
 HEALTH_GRACE_NS = 2 * NS_PER_S
 """How long beyond the backend's longest step, or its longest silence, the heart may miss its beat."""
@@ -31,7 +33,9 @@ def progress_problem(header: Any, now_ns: int) -> str | None:
     silent_ns = now_ns - int(header["heartbeat_ns"])
     if silent_ns > int(header["longest_step_ns"]) + HEALTH_GRACE_NS:
         silence = f"the scheduler has made no progress for {silent_ns / NS_PER_S:.1f} s"
-        if header["in_device_call"]:
+        if header["in_device_call"] == CALL_OPENING:
+            return f"the scheduler has lost its backend, and opens it anew for {silent_ns / NS_PER_S:.1f} s"
+        if header["in_device_call"] == CALL_STEP:
             return f"device hung: {silence}, in a call to its backend"
         return f"{silence}, outside its backend"
     return None

@@ -97,7 +97,7 @@ HEADER = _table(
         ("heartbeat_ns", "<i8"),
         ("scheduler_ready", "<i8"),
         ("step_started_ns", "<i8"),
-        ("in_device_call", "<i8"),  # from a plan with rows to the end of its commit
+        ("in_device_call", "<i8"),  # one of CALL_...
         ("longest_step_ns", "<i8"),
         ("scheduler_pid", "<i8"),
         ("longest_request_tokens", "<i8"),  # with the device's limits; `max_request_tokens` is without
@@ -172,6 +172,11 @@ SLOT = _table(
         ("waited_device_ns", "<i8"),
     ),
 )
+
+# What the scheduler waits for (HEADER.in_device_call).
+CALL_NONE = 0
+CALL_STEP = 1  # from a plan with rows to the end of its commit
+CALL_OPENING = 2  # its backend is lost, and is opened anew, which may take any time
 
 NO_SLOT = -1
 

@@ -28,14 +28,15 @@ def test_a_scheduler_that_beats_is_healthy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draining", "ready", "has_beaten", "is_late", "in_device"), list(itertools.product([0, 1], repeat=5))
+    ("draining", "ready", "has_beaten", "is_late", "call"),
+    list(itertools.product(*[[0, 1]] * 4, [layout.CALL_NONE, layout.CALL_STEP, layout.CALL_OPENING])),
 )
-def test_every_combination(draining: int, ready: int, has_beaten: int, is_late: int, in_device: int) -> None:
+def test_every_combination(draining: int, ready: int, has_beaten: int, is_late: int, call: int) -> None:
     header = a_header(
         draining=draining,
         scheduler_ready=ready,
         heartbeat_ns=NOW_NS - (LONGEST_NS + HEALTH_GRACE_NS + is_late) if has_beaten else 0,
-        in_device_call=in_device,
+        in_device_call=call,
     )
     problem = health_problem(header, NOW_NS)
     if draining:
@@ -46,9 +47,16 @@ def test_every_combination(draining: int, ready: int, has_beaten: int, is_late: 
     elif has_beaten and not is_late:
         assert problem is None
     else:
-        silence = f"the scheduler has made no progress for {'5.0' if has_beaten else '1000.0'} s"
-        hung = f"device hung: {silence}, in a call to its backend"
-        assert problem == (hung if in_device else f"{silence}, outside its backend")
+        silence_s = "5.0" if has_beaten else "1000.0"
+        silence = f"the scheduler has made no progress for {silence_s} s"
+        assert (
+            problem
+            == {
+                layout.CALL_NONE: f"{silence}, outside its backend",
+                layout.CALL_STEP: f"device hung: {silence}, in a call to its backend",
+                layout.CALL_OPENING: f"the scheduler has lost its backend, and opens it anew for {silence_s} s",
+            }[call]
+        )
 
 
 @pytest.mark.parametrize(("ready", "is_late"), list(itertools.product([0, 1], repeat=2)))

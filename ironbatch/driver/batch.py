@@ -34,7 +34,7 @@ PROBLEMS: Final = {
 """What `check_batch` finds, in words that fit GET_ERROR."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
     """A batch that was taken.
 
@@ -43,18 +43,31 @@ class Batch:
         fence: its number there.
         records: int64, a private copy.
         results_address: where its TOKENS go.
-        due_ns: when it is over.
-        is_too_late: its deadline passes before its turn comes.
+        deadline_ns: by when it must have begun.
         fault: that it meets; of faults.KINDS, or None.
+        start_ns: when its turn comes.
+        due_ns: when it is over.
     """
 
     context: Context
     fence: int
     records: NDArray[np.int64]
     results_address: int
-    due_ns: int
-    is_too_late: bool
+    deadline_ns: int
     fault: str | None
+    start_ns: int = 0
+    due_ns: int = 0
+
+    @property
+    def is_too_late(self) -> bool:
+        """Whether its deadline passes before its turn comes."""
+        return self.deadline_ns < self.start_ns
+
+    def begin_at(self, start_ns: int, latency_ns: int) -> int:
+        """Its turn comes then, and it takes so long. Returns when it is over."""
+        self.start_ns = start_ns
+        self.due_ns = start_ns if self.is_too_late else start_ns + latency_ns
+        return self.due_ns
 
 
 def check_places(submission: Any, ring_bytes: int) -> None:

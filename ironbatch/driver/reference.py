@@ -82,6 +82,7 @@ class ReferenceDevice:
         self._queue: deque[Batch] = deque()
         self._late: list[tuple[int, int, int]] = []  # a heap of when, context, fence
         self._idle_ns = 0  # when the last batch will be over
+        self._latency_ns = spec.step_latency_us * 1000
         self._has_news = False
         self._calls: dict[abi.Message, Callable[[Context, Any], Fields | Pending]] = {
             abi.GET_INFO: self._get_info,
@@ -114,9 +115,16 @@ class ReferenceDevice:
         """Its last close: drop what it has in flight, take back its blocks."""
         context = self._contexts.pop(number)
         self._queue = deque(batch for batch in self._queue if batch.context is not context)
+        self._close_ranks()
         self._late = [entry for entry in self._late if entry[1] != number]
         heapq.heapify(self._late)
         self._claims.release(context.owner)
+
+    def _close_ranks(self) -> None:
+        """Some of the queue were dropped, and the others need not wait for them."""
+        self._idle_ns = min(self._idle_ns, self._now_ns())
+        for batch in self._queue:
+            self._idle_ns = batch.begin_at(min(batch.start_ns, self._idle_ns), self._latency_ns)
 
     # ------------------------------------------------------------------------------------------------------------- time
 
@@ -265,14 +273,11 @@ class ReferenceDevice:
         fault = self.faults.draw()
         if fault == faults.SHORT_RING:
             raise Refusal(errno.ENOSPC, "injected: no room for the results", value=asked.results_bytes)
-        start_ns = max(self._now_ns(), self._idle_ns)
-        is_too_late = asked.deadline_ns < start_ns
-        self._idle_ns = start_ns if is_too_late else start_ns + self.spec.step_latency_us * 1000
         context.submitted += 1
         results_address = self._address + ring_off + asked.results_offset
-        self._queue.append(
-            Batch(context, context.submitted, records, results_address, self._idle_ns, is_too_late, fault)
-        )
+        batch = Batch(context, context.submitted, records, results_address, asked.deadline_ns, fault)
+        self._idle_ns = batch.begin_at(max(self._now_ns(), self._idle_ns), self._latency_ns)
+        self._queue.append(batch)
         return {"fence": context.submitted}
 
     def _wait_fence(self, context: Context, asked: Any) -> Fields | Pending:

@@ -247,7 +247,7 @@ def plan(state_address, segment_address, now_ns):
     if header[RUNNING_CHANGED] != 0:
         list_running(state, shared)
     shared.header[STEP_STARTED_NS] = now_ns
-    store_release(shared.header, IN_DEVICE_CALL, 1 if count > 0 else 0)
+    store_release(shared.header, IN_DEVICE_CALL, layout.CALL_STEP if count > 0 else layout.CALL_NONE)
     return count
 
 

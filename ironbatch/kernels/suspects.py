@@ -125,7 +125,7 @@ def find_suspects(state_address, segment_address):
     """
     state = open_state(state_address)
     shared = open_shared(segment_address)
-    if shared.header[IN_DEVICE_CALL] != 0:
+    if shared.header[IN_DEVICE_CALL] == layout.CALL_STEP:
         count_death(shared)
         store_release(shared.header, IN_DEVICE_CALL, 0)
     store_release(shared.header, IN_QUARANTINE, 0)

@@ -10,6 +10,7 @@ import time
 from ironbatch.clock import MonotonicClock
 from ironbatch.config import SOFTWARE_DEVICE, Config
 from ironbatch.errors import DeviceError
+from ironbatch.layout import CALL_OPENING, CALL_STEP
 from ironbatch.scheduler.heart_watch import HeartWatch
 from ironbatch.shm.engine import Engine
 
@@ -193,7 +194,8 @@ class SchedulerKeeper:
 
         Not while it starts, or opens its backend anew, for that may take any time; unless it was stopped meanwhile.
         """
-        if self._engine.segment.header["scheduler_ready"] and not self.is_starting:
+        header = self._engine.segment.header
+        if header["scheduler_ready"] and not self.is_starting and header["in_device_call"] != CALL_OPENING:
             return True
         return os.waitid(os.P_PID, self._pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
@@ -207,7 +209,7 @@ class SchedulerKeeper:
         if exit_code == EXIT_START_FAILED and not self._has_served:
             self.cannot_start = True
             return
-        if header["in_quarantine"] and header["in_device_call"]:
+        if header["in_quarantine"] and header["in_device_call"] == CALL_STEP:
             # It has told who killed it. Two such deaths end that sequence, and explain as many of those before.
             self._short_lives = max(self._short_lives - 1, 0)
             delay_s = 0.0

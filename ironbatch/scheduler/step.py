@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -33,6 +34,12 @@ _log = logging.getLogger("ironbatch.scheduler")
 NS_PER_S = 1_000_000_000
 REOPEN_LOG_S = 10
 """A backend that stays lost is logged this often."""
+
+MOST_LOSSES = 5
+"""So many losses of the backend in a row, without a token in between, end what was planned: one of them may be why."""
+
+LOSS_PAUSE_S = 0.05
+"""After the second loss in a row; twice as long after each further one."""
 
 
 class AuditFailed(IronbatchError):
@@ -78,6 +85,8 @@ class Scheduler:
         self._steps_to_audit = config.audit_every
         self._audit_scratch = np.zeros(config.total_kv_blocks, np.int32)
         self._next_reopen_log_ns = 0
+        self._losses = 0  # in a row, without a token
+        self._tokens_at_loss = -1
         self._addresses = (self.arena.address, segment.address)
         # Memoryviews, whose items are Python's integers, in half of numpy's time.
         self._words = self.arena.words.data
@@ -219,14 +228,7 @@ class Scheduler:
         state, shared = self._addresses
         self._plan.output.finish_reasons[:] = layout.FINISH_NONE
         if isinstance(problem, BackendLost):
-            count = preempt_all(state, shared, int(self._backend.resumable))
-            _log.error("backend lost: %s; %d sequences preempted, reopening it", problem, count)
-            self._words[FORGET_COUNT] = 0  # whoever has lost everything has nothing to forget
-            self._segment.header["scheduler_ready"] = 0
-            try:
-                self.close()
-            except Exception as trouble:  # who has lost its device may fail to let go of it
-                _log.error("the lost backend cannot be closed: %s: %s", type(trouble).__name__, trouble)
+            self._backend_lost(problem)
             return
         if isinstance(problem, RequestError):
             named = set(self._plan.rows["sequence"].tolist()) & set(problem.sequences)
@@ -238,18 +240,46 @@ class Scheduler:
         count = end_plan(state, shared, layout.ERROR_BACKEND)
         _log.error("backend failed; the plan's %d sequences end with an error", count, exc_info=problem)
 
+    def _backend_lost(self, problem: BackendLost) -> None:
+        """Preempt all. What was planned when no token has come since the last few losses may be why, and ends."""
+        state, shared = self._addresses
+        tokens = int(self._segment.metrics[SCHEDULER_ROW]["tokens_generated"])
+        self._losses = self._losses + 1 if tokens == self._tokens_at_loss else 1
+        self._tokens_at_loss = tokens
+        ended = 0
+        if self._losses == MOST_LOSSES:
+            self._losses = 0
+            ended = end_plan(state, shared, layout.ERROR_BACKEND)
+        count = preempt_all(state, shared, int(self._backend.resumable))
+        _log.error("backend lost: %s; %d sequences preempted, reopening it", problem, count)
+        if ended:
+            _log.error("backend lost %d times without a token; the plan's %d sequences end", MOST_LOSSES, ended)
+        self._words[FORGET_COUNT] = 0  # whoever has lost everything has nothing to forget
+        try:
+            self.close()
+        except Exception as trouble:  # who has lost its device may fail to let go of it
+            _log.error("the lost backend cannot be closed: %s: %s", type(trouble).__name__, trouble)
+        if self._losses > 1:
+            time.sleep(LOSS_PAUSE_S * 2 ** (self._losses - 2))
+
     def _reopen(self) -> bool:
+        header = self._segment.header
+        header["in_device_call"] = layout.CALL_OPENING
         try:
             self._backend.start(self._kv, self._limits)
         except Exception as problem:  # it stays lost; the next step tries again
+            header["scheduler_ready"] = 0
             now_ns = self._now_ns()
             if now_ns >= self._next_reopen_log_ns:
                 self._next_reopen_log_ns = now_ns + REOPEN_LOG_S * NS_PER_S
                 _log.error("backend cannot be reopened: %s: %s", type(problem).__name__, problem)
             return False
+        finally:
+            header["in_device_call"] = layout.CALL_NONE
+        self.beat()
         self._backend_is_open = True
         self._next_reopen_log_ns = 0
-        self._segment.header["scheduler_ready"] = 1
+        header["scheduler_ready"] = 1
         _log.info("backend reopened")
         return True
 

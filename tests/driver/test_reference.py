@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,10 +33,15 @@ class Sent:
 
     number: int
     fence: int
-    due_us: int
     pair: tuple[int, int] | None
     token: int
-    is_too_late: bool
+    deadline_us: float
+    start_us: int = 0
+    due_us: int = 0
+
+    @property
+    def is_too_late(self) -> bool:
+        return self.deadline_us < self.start_us
 
 
 @dataclass
@@ -65,7 +71,7 @@ class Devices(RuleBasedStateMachine):
         self.owners = [NOBODY] * SPEC.blocks
         self.kv = [[0] * POSITIONS for _ in range(SPEC.blocks)]
         self.queue: list[Sent] = []
-        self.now_us = self.idle_us = 0
+        self.now_us = 0
         self.reset_count = 0
 
     def file(self, data: st.DataObject, *, writable: bool = True) -> tuple[int, Open]:
@@ -96,6 +102,7 @@ class Devices(RuleBasedStateMachine):
         self.bench.device.release(number)
         del self.files[number]
         self.queue = [sent for sent in self.queue if sent.number != number]
+        self.schedule()
         self.owners = [NOBODY if owner == number else owner for owner in self.owners]
 
     # ------------------------------------------------------------------------------------------------------ claims
@@ -143,10 +150,19 @@ class Devices(RuleBasedStateMachine):
             return
         file.submitted += 1
         assert file.client.ask(abi.SUBMIT_BATCH, **submission).fence == file.submitted
-        start_us = max(self.now_us, self.idle_us)
-        is_too_late = deadline_us is not None and deadline_us < start_us
-        self.idle_us = start_us if is_too_late else start_us + STEP_US
-        self.queue.append(Sent(number, file.submitted, self.idle_us, pair, token, is_too_late))
+        deadline = math.inf if deadline_us is None else deadline_us
+        self.queue.append(Sent(number, file.submitted, pair, token, deadline))
+        self.schedule()
+
+    def schedule(self) -> None:
+        """Each begins when the one in front of it is over, and nobody begins anew."""
+        idle_us = self.now_us
+        for sent in self.queue:
+            is_under_way = sent.due_us > 0 and sent.start_us <= self.now_us
+            if not is_under_way:
+                sent.start_us = idle_us
+                sent.due_us = sent.start_us if sent.is_too_late else sent.start_us + STEP_US
+            idle_us = sent.due_us
 
     @precondition(lambda self: any(file.writable and file.has_room for file in self.files.values()))
     @rule(data=st.data())
@@ -183,7 +199,6 @@ class Devices(RuleBasedStateMachine):
         for sent in self.queue:
             self.files[sent.number].statuses[sent.fence] = -errno.ECANCELED
         self.queue = []
-        self.idle_us = 0
         self.kv = [[POISON] * POSITIONS for _ in range(SPEC.blocks)]
 
     @precondition(lambda self: any(not file.writable for file in self.files.values()))
@@ -262,6 +277,22 @@ def test_what_was_checked_is_what_is_run() -> None:
     bench.pass_us(STEP_US)
     assert np.frombuffer(bench.arena, np.int32)[POSITIONS * block] == 5
     assert np.count_nonzero(np.frombuffer(bench.arena, np.int32)) == 1
+
+
+def test_what_was_dropped_keeps_nobody_waiting() -> None:
+    bench = Bench()
+    gone, waiting = bench.client(), bench.client()
+    for _ in range(SPEC.max_in_flight):
+        gone.submit()
+    waiting.submit(deadline_ns=2 * STEP_US * 1000)
+    bench.pass_us(STEP_US // 2)
+    bench.device.release(gone.number)
+    later = bench.client()
+    later.submit()
+    bench.pass_us(STEP_US)
+    assert (waiting.status(1), later.status(1)) == (0, None)  # in time, where it would have been too late
+    bench.pass_us(STEP_US)
+    assert later.status(1) == 0
 
 
 def test_reset_count_goes_round() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ironbatch import layout
 from ironbatch.backends.base import Backend
 from ironbatch.backends.mock import MockBackend
 from ironbatch.config import Config
@@ -429,12 +430,14 @@ def test_silence_that_nobody_was_there_to_hear_does_not_count(
     wait_until(lambda: is_reaped(stubs.pids[0]) or is_killed(stubs.pids[0]), what="its end")
 
 
-@pytest.mark.parametrize("what", ["starts", "opens its backend anew"])
+@pytest.mark.parametrize("what", ["starts", "opens its backend anew", "waits to open its backend anew"])
 def test_one_that_starts_may_take_its_time_unless_it_is_stopped(
     watchful: SchedulerKeeper, time: FakeTime, engine: Engine, stubs: Stubs, what: str
 ) -> None:
     if what == "starts":
         engine.segment.header["step_started_ns"] = 1
+    elif what == "opens its backend anew":
+        engine.segment.header["in_device_call"] = layout.CALL_OPENING
     else:
         engine.segment.header["scheduler_ready"] = 0
     look_for(watchful, time, 20 * TIMEOUT_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from ironbatch.backends.base import BatchLimits, BatchPlan, StepOutput
 from ironbatch.config import Config
 from ironbatch.errors import BackendLost, RequestError
 from ironbatch.kernels.emission import mock_token
+from ironbatch.scheduler.step import LOSS_PAUSE_S, MOST_LOSSES
 from tests.support import FakeWorker, ScriptedBackend, SmallEngine, Stream, small_engine
 
 
@@ -73,7 +75,7 @@ def test_lost_backend_is_reopened_and_every_stream_goes_on(steps_before: int) ->
         assert engine.step() > 0
         assert engine.running() == []
         assert engine.gauge("free_count") == 32
-        assert engine.segment.header["scheduler_ready"] == 0
+        assert engine.segment.header["scheduler_ready"] == 1  # until it can't be reopened, who comes is queued
         assert engine.segment.header["in_device_call"] == 0
         assert (engine.backend.starts, engine.backend.closes) == (1, 1)
         engine.backend.script = mock_rows
@@ -150,6 +152,69 @@ def test_backend_that_cannot_be_reopened_is_tried_again_while_everything_else_go
         engine.backend.start, engine.backend.script = start, mock_rows
         engine.run(worker)
         assert_complete(kept)
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long the scheduler has paused each time; it does not."""
+    found: list[float] = []
+    monkeypatch.setattr(time, "sleep", found.append)
+    return found
+
+
+def test_backend_that_is_lost_again_and_again_ends_what_was_planned_and_nothing_else(pauses: list[float]) -> None:
+    with small_engine(MockLike, max_running_seqs=3) as engine:
+        worker = engine.worker()
+        streams = submit_many(worker, 5)
+        for _ in range(2):
+            engine.step()
+        begun = [stream.slot for stream in streams if stream.slot in engine.running()]
+        engine.backend.script = fail_with(BackendLost("unplugged"))
+        for _ in range(MOST_LOSSES - 1):
+            engine.step()
+            worker.collect()
+            assert all(stream.reason == layout.FINISH_NONE for stream in streams)
+        engine.step()
+        worker.collect()
+        ended = [stream for stream in streams if stream.reason != layout.FINISH_NONE]
+        assert [stream.slot for stream in ended] == begun
+        assert {(stream.reason, stream.error_code) for stream in ended} == {(layout.FINISH_ERROR, layout.ERROR_BACKEND)}
+        assert pauses == [LOSS_PAUSE_S * 2**k for k in range(MOST_LOSSES - 2)]
+        engine.backend.script = mock_rows
+        engine.run(worker)
+        assert_complete(*[stream for stream in streams if stream not in ended])
+        engine.assert_nothing_held()
+
+
+def test_losses_with_a_token_in_between_end_nobody(pauses: list[float]) -> None:
+    with small_engine(MockLike) as engine:
+        worker = engine.worker()
+        streams = submit_many(worker, 4)
+        for _ in range(3 * MOST_LOSSES):
+            engine.backend.script = fail_with(BackendLost("unplugged"))
+            engine.step()
+            engine.backend.script = mock_rows
+            engine.step()
+        assert pauses == []
+        engine.run(worker)
+        assert_complete(*streams)
+
+
+def test_whoever_watches_can_tell_that_a_lost_backend_is_opened() -> None:
+    with small_engine(MockLike) as engine:
+        submit_many(engine.worker(), 1)
+        engine.backend.script = fail_with(BackendLost("unplugged"))
+        engine.step()
+        calls, start = [], engine.backend.start
+
+        def look(*arguments: Any) -> None:
+            calls.append(int(engine.segment.header["in_device_call"]))
+            start(*arguments)
+
+        engine.backend.start, engine.backend.script = look, mock_rows
+        engine.step()
+        assert calls == [layout.CALL_OPENING]
+        assert engine.segment.header["in_device_call"] == layout.CALL_NONE
 
 
 def test_lost_backend_may_fail_to_close() -> None:
