@@ -65,25 +65,25 @@ class MountedNode:
         self._made_file = made_file
         self._device_minor = device_minor
 
-    def is_mounted(self) -> bool:
-        """Whether the mount is still there, and not only our end of it."""
-        mount = find_mount(self.path)
-        if mount is None:
-            return False
+    def find(self) -> str | None:
+        """Where it is mounted, which is elsewhere if a folder above it was renamed; None: nowhere any more."""
         if self._is_connected():
-            return mount.device_minor == self._device_minor
-        return _is_dead(self.path)  # a living one's minor may be ours, which is free by now
+            return next((mount.path for mount in _mounts() if mount.device_minor == self._device_minor), None)
+        # Our minor is free by now, and may be a living successor's.
+        return self.path if find_mount(self.path) is not None and _is_dead(self.path) else None
 
     def unmount(self) -> None:
         """Take the mount away, also from under its users, and the file if we have made it. Never raises."""
-        if self.is_mounted():
+        path = self.find()
+        if path is not None:
             if self._helper is None:
-                _umount(self.path, _DETACH | _NOFOLLOW)
+                _umount(path, _DETACH | _NOFOLLOW)
             else:
-                _run_helper(self._helper, ["-u", "-q", "-z", "--", self.path])
-        with _locked_folder(self.path):
-            if self._made_file and find_mount(self.path) is None:
-                _remove_empty(self.path)
+                _run_helper(self._helper, ["-u", "-q", "-z", "--", path])
+        path = path or self.path
+        with _locked_folder(path):
+            if self._made_file and find_mount(path) is None:
+                _remove_empty(path)
 
     def _is_connected(self) -> bool:
         """Whether the kernel still asks us anything."""
@@ -285,13 +285,19 @@ def find_mount(path: str, mountinfo: str = MOUNTINFO) -> Mount | None:
     """The topmost mount at exactly this path, found without touching the file system there."""
     path = _resolved(path)
     found = None
+    for mount in _mounts(mountinfo):
+        if mount.path == path:
+            found = mount
+    return found
+
+
+def _mounts(mountinfo: str = MOUNTINFO) -> Iterator[Mount]:
+    """All that this process sees, in the order in which they lie upon each other."""
     with open(mountinfo, "rb") as lines:
         for line in lines:
             fields = line.split(b" ")
-            if os.fsdecode(_unescaped(fields[4])) == path:
-                minor = int(fields[2].split(b":")[1])
-                found = Mount(minor, path, fields[fields.index(b"-") + 1].decode())
-    return found
+            minor = int(fields[2].split(b":")[1])
+            yield Mount(minor, os.fsdecode(_unescaped(fields[4])), fields[fields.index(b"-") + 1].decode())
 
 
 def abort_connection(path: str, connections: str = CONNECTIONS) -> bool:

@@ -191,10 +191,10 @@ class Node:
         self._connection.reply(unique, _IOCTL_SUCCESS + answer)
 
     def _poll(self, request: Request) -> None:
-        handle, kernel_handle, flags, events = fuse.POLL_IN.unpack_from(request.body)
+        handle, kernel_handle, flags, _ = fuse.POLL_IN.unpack_from(request.body)
         context = self._context(handle)
         found = self._device.poll_events(context)
-        if not found & (events | select.POLLERR) and flags & fuse.POLL_SCHEDULE_NOTIFY:
+        if flags & fuse.POLL_SCHEDULE_NOTIFY:  # also if there is something: an edge-triggered poller awaits the next
             self._polls[kernel_handle] = context
         self._connection.reply(request.unique, fuse.POLL_OUT.pack(found, 0))
 

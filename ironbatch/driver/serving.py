@@ -69,7 +69,7 @@ def _made(options: NodeOptions, connection: Connection, memory: NodeMemory) -> N
 
 def _tell_end(mounted: MountedNode, end: fuse.Disconnected, say: Callable[[str], None]) -> int:
     """Somebody has unmounted the node, or has cut it off from its clients (`abort_connection`)."""
-    if end.is_aborted or mounted.is_mounted():
+    if end.is_aborted or mounted.find() is not None:
         say(f"{mounted.path}: its connection was aborted; start it again")
         return EXIT_FAILED
     say(f"{mounted.path} was unmounted")

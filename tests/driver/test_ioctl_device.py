@@ -288,6 +288,21 @@ def test_poll_wakes_when_all_is_over(factory: NodeFactory, path: str) -> None:
 
 
 @needs_node
+@pytest.mark.parametrize("trigger", [0, select.EPOLLET, select.EPOLLONESHOT], ids=["level", "edge", "once"])
+def test_epoll_hears_of_every_batch(factory: NodeFactory, path: str, trigger: int) -> None:
+    factory.node(path, "--step-latency-us", "3000")
+    with IoctlDevice(path) as device, select.epoll() as poller:
+        events = select.EPOLLIN | trigger
+        poller.register(device.fileno(), events)
+        for _ in range(6):
+            batch = submit(device)
+            if trigger == select.EPOLLONESHOT:
+                poller.modify(device.fileno(), events)
+            assert poller.poll(20) == [(device.fileno(), select.EPOLLIN)]
+            batch.wait(0)
+
+
+@needs_node
 def test_poll_says_that_another_has_reset_it(factory: NodeFactory, path: str) -> None:
     factory.node(path, *SLOW)
     with IoctlDevice(path) as device, IoctlDevice(path) as other:

@@ -180,11 +180,24 @@ def mounted(tmp_path: Path) -> Iterator[MountedNode]:
 def test_file_is_made_and_removed(tmp_path: Path) -> None:
     path = tmp_path / "device0"
     made = mount_node(str(path))
-    assert made.is_mounted()
+    assert made.find() == str(path)
     made.unmount()
     os.close(made.fd)
-    assert not made.is_mounted()
+    assert made.find() is None
     assert not path.exists()
+
+
+@needs_node
+@needs_root
+def test_renamed_folder_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    made = mount_node(str(tmp_path / "old" / "device0"))
+    (tmp_path / "old").rename(tmp_path / "new")
+    assert made.find() == str(tmp_path / "new" / "device0")
+    made.unmount()
+    os.close(made.fd)
+    assert find_mount(str(tmp_path / "new" / "device0")) is None
+    assert not list((tmp_path / "new").iterdir())
 
 
 @needs_node
@@ -239,9 +252,9 @@ def test_successor_s_mount_and_file_outlive_the_predecessor(
     answers = threading.Thread(target=_answer_statfs, args=(connection,))
     answers.start()
     try:
-        assert not first.is_mounted()
+        assert first.find() is None
         first.unmount()
-        assert second.is_mounted()
+        assert second.find() == str(path)
         assert "device0" in os.listdir(tmp_path)
     finally:
         os.close(held)
