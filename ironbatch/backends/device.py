@@ -195,10 +195,7 @@ class DeviceBackend(Backend):
         try:
             return device.claim_blocks(count).first
         except DeviceRefused as problem:
-            raise StartError(
-                f"{problem}; --total-kv-blocks {count} must be free in a row: use fewer, or end whoever else has the"
-                " device open"
-            ) from None
+            raise StartError(f"--total-kv-blocks {count} must be free in a row: {problem}") from None
         except DeviceError as problem:
             raise StartError(str(problem)) from None
 

@@ -89,6 +89,8 @@ class Faults:
             self._kinds.append(kind)
         elif re.fullmatch("[1-9][0-9]{0,17}", number) is None:
             return f"--inject: {quoted(text)} names no batch; use a number from 1 on, such as {kind}@3"
+        elif self._planted.get(int(number), kind) != kind:
+            return f"--inject: batch {number} has {self._planted[int(number)]} already; give {kind} to another one"
         else:
             self._planted[int(number)] = kind
         return ""

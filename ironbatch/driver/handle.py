@@ -107,7 +107,17 @@ class DeviceHandle(ABC):
         Raises:
             DeviceRefused: there are not so many.
         """
-        answer = self._ask(abi.CLAIM_BLOCKS, want=count, flags=abi.CLAIM_EXACT if exact else 0)
+        try:
+            answer = self._ask(abi.CLAIM_BLOCKS, want=count, flags=abi.CLAIM_EXACT if exact else 0)
+        except DeviceRefused as problem:
+            if problem.code != errno.ENOSPC:
+                raise
+            free = self.free_blocks()
+            raise DeviceRefused(
+                f"{problem}; {free.total - free.free} of {free.total} blocks are claimed: ask for fewer, or end whoever"
+                " else has the device open",
+                errno.ENOSPC,
+            ) from None
         return KVMemory(
             self.memory,
             kv_off=self.info.kv_off,

@@ -15,6 +15,8 @@ from ironbatch.driver.fuse import Connection
 from ironbatch.driver.options import AUTO, NAMED
 from ironbatch.errors import StartError
 
+_REMEDY = "lower --blocks, --block-bytes, --ring-bytes or --contexts"
+
 
 class NodeMemory:
     """A memfd, mapped here as `array`, uint8[size_bytes].
@@ -27,6 +29,11 @@ class NodeMemory:
     """
 
     def __init__(self, size_bytes: int) -> None:
+        there_is = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if size_bytes > there_is:
+            raise StartError(
+                f"the device takes {size_bytes} bytes of memory, and this machine has {there_is}; {_REMEDY}"
+            )
         self.fd = os.memfd_create("ironbatch-device", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, size_bytes)
@@ -35,8 +42,7 @@ class NodeMemory:
         except (OSError, ValueError) as problem:
             os.close(self.fd)
             raise StartError(
-                f"{size_bytes} bytes of memory for the device can't be had: {problem}; lower --blocks, --block-bytes,"
-                " --ring-bytes or --contexts"
+                f"{size_bytes} bytes of memory for the device can't be had: {problem}; {_REMEDY}"
             ) from None
 
     def packed_path(self) -> bytes:

@@ -145,7 +145,7 @@ class DeviceSpec:
         yield from self._cross_problems()
 
     def _cross_problems(self) -> Iterator[str]:
-        if self.longest_step_us < self.step_latency_us:
+        if self.step_latency_us > self.longest_step_us >= LONGEST_STEP_US.low:
             yield (
                 f"--longest-step-us: {self.longest_step_us} is less than --step-latency-us {self.step_latency_us}, so"
                 f" every fence would be late; use {self.step_latency_us} or more"

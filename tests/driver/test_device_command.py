@@ -97,6 +97,7 @@ def test_help_and_bad_values_import_nothing_heavy() -> None:
         (["--group", "no-such-group"], "--group: there is no group 'no-such-group'; name one that there is"),
         (["--inject", "fire"], "--inject: 'fire' is no fault; use some of lost-fence"),
         (["--inject", "eio@0"], "--inject: 'eio@0' names no batch"),
+        (["--longest-step-us", "0"], "--longest-step-us: 0 is not between 1 and 600000000; use 1 or more"),
         (["--inject-rate", "2"], "--inject-rate: '2' is not between 0 and 1"),
         (["--inject-seed", "-1"], "--inject-seed: -1 is not between 0 and"),
         (["--abi", "two"], "--abi: 'two' is no version; use one such as 1.0"),
@@ -219,6 +220,17 @@ def test_no_dev_fuse_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(mount, "FUSE_DEVICE", str(tmp_path / "fuse"))
     (told,) = problems(capsys, "--node", str(tmp_path / "device0"), code=1)
     assert told.startswith(f"there is no {tmp_path}/fuse; load it (modprobe fuse), or give it to the container")
+    assert os.listdir(tmp_path) == []
+
+
+@needs_node
+@needs_root
+def test_more_memory_than_there_is_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 100, "SC_PAGE_SIZE": 4096}.get)
+    (told,) = problems(capsys, "--node", str(tmp_path / "device0"), code=1)
+    assert told.startswith("the device takes 8683520 bytes of memory, and this machine has 409600; lower --blocks")
     assert os.listdir(tmp_path) == []
 
 

@@ -70,6 +70,7 @@ def test_the_kinds_that_may_happen() -> None:
         (["eio@"], 0.1, "'eio@' names no batch"),
         (["eio@-3"], 0.1, "'eio@-3' names no batch"),
         (["eio@1e3"], 0.1, "'eio@1e3' names no batch"),
+        (["eio@3", "reset@4", "reset@3"], 0.1, "--inject: batch 3 has eio already; give reset to another one"),
         (["eio"], 1.5, "--inject-rate: 1.5 is not between 0 and 1; use a probability such as 0.02"),
         (["eio"], float("nan"), "--inject-rate: nan is not between"),
         (["x", "eio@x"], -1, "--inject-rate: -1"),
