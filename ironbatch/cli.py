@@ -23,7 +23,7 @@ from ironbatch.driver.options import FLAGS as DEVICE_FLAGS
 from ironbatch.errors import EXIT_FAILED, EXIT_OK, EXIT_SIGNAL_BASE, EXIT_USAGE, ConfigError, IronbatchError
 from ironbatch.kinds import as_text
 from ironbatch.limits import quoted
-from ironbatch.processes import CHILD_ENVIRONMENT, OUT_OF_MEMORY, is_out_of_memory, open_standard_streams
+from ironbatch.processes import CHILD_ENVIRONMENT, missing_resource, open_standard_streams
 
 _PRECEDENCE: Final = (
     "Each option is also an environment variable, named with it; a flag outranks its variable, and an empty"
@@ -58,9 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return EXIT_SIGNAL_BASE + signal.SIGPIPE
     except (MemoryError, ImportError, OSError) as error:
-        if not is_out_of_memory(error):
+        missing = missing_resource(error)
+        if missing is None:
             raise
-        return _complain([OUT_OF_MEMORY], EXIT_FAILED)
+        return _complain([missing], EXIT_FAILED)
     return code
 
 

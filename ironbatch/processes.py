@@ -49,6 +49,8 @@ OUT_OF_MEMORY = (
     " --max-queued-requests, --max-running-seqs, --max-model-len or --total-kv-blocks"
 )
 
+OUT_OF_DESCRIPTORS = "there are not enough file descriptors; raise the limit (ulimit -n)"
+
 
 def is_out_of_memory(problem: BaseException) -> bool:
     """Whether an exception, or what it came from, says that memory was refused; a library may be too large to load."""
@@ -60,6 +62,13 @@ def is_out_of_memory(problem: BaseException) -> bool:
             return True
         link = link.__cause__ or link.__context__
     return False
+
+
+def missing_resource(problem: BaseException) -> str | None:
+    """Of which limit an exception speaks, in words for the operator; None: of none."""
+    if getattr(problem, "errno", None) in {errno.EMFILE, errno.ENFILE}:
+        return OUT_OF_DESCRIPTORS
+    return OUT_OF_MEMORY if is_out_of_memory(problem) else None
 
 
 def set_process_name(role: str) -> None:

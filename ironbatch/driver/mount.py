@@ -74,6 +74,11 @@ class MountedNode:
 
     def unmount(self) -> None:
         """Take the mount away, also from under its users, and the file if we have made it. Never raises."""
+        # Without a descriptor or a process left, it stays, and is dead: the next start takes it away.
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            self._unmount()
+
+    def _unmount(self) -> None:
         path = self.find()
         if path is not None:
             if self._helper is None:

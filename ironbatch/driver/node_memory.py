@@ -41,6 +41,8 @@ class NodeMemory:
             self.array = np.frombuffer(mmap.mmap(self.fd, size_bytes), np.uint8)
         except (OSError, ValueError) as problem:
             os.close(self.fd)
+            if getattr(problem, "errno", None) == errno.EMFILE:  # mmap has its own descriptor
+                raise
             raise StartError(
                 f"{size_bytes} bytes of memory for the device can't be had: {problem}; {_REMEDY}"
             ) from None

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ironbatch.driver import abi, faults
 from ironbatch.driver.batch import Batch, Checker, check_places, failure
-from ironbatch.driver.claims import Claims
+from ironbatch.driver.claims import NOBODY, Claims
 from ironbatch.driver.context import Context, Refusal
 from ironbatch.driver.faults import Faults
 from ironbatch.driver.spec import BUCKETS_MAX, DeviceSpec
@@ -184,7 +184,7 @@ class ReferenceDevice:
         self._late.clear()
         self._idle_ns = 0
         self.reset_count = (self.reset_count + 1) % 2**32
-        self._kv[:] = POISON
+        self._kv[self._claims.owners != NOBODY] = POISON  # the others are going to be claimed, as zeros
         for context in self._contexts.values():
             context.reset(self.reset_count, failure(errno.ECANCELED, "the device was reset"))
         self._has_news = True

@@ -235,6 +235,25 @@ def test_more_memory_than_there_is_is_one_line(
 
 
 @needs_node
+@pytest.mark.parametrize("limit", range(5, 14, 2))
+def test_few_descriptors_are_one_line_or_enough(tmp_path: Path, limit: int) -> None:
+    path = tmp_path / "device0"
+    command = ["sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh", *node_command(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    assert process.stdout is not None
+    node = NodeProcess(str(path), process, process.stdout.readline())
+    try:
+        if "serving" in node.line:
+            assert node.stop() == 0
+        else:
+            assert node.line == "ironbatch: error: there are not enough file descriptors; raise the limit (ulimit -n)\n"
+            assert process.wait(20) == 1
+        assert process.stdout.read() == ""
+    finally:
+        end_node(node)
+
+
+@needs_node
 @needs_root
 def test_reader_that_has_gone_leaves_no_mount(tmp_path: Path) -> None:
     reader, writer = os.pipe()

@@ -169,7 +169,7 @@ def test_short_ring_refuses_one_submission_which_is_none() -> None:
 def test_reset_ends_what_all_have_in_flight() -> None:
     bench = Bench(SPEC, "reset@2")
     one, other = bench.client(), bench.client()
-    one.claim(3)
+    block = one.claim(3)
     one.submit()
     other.submit()
     one.submit()
@@ -178,7 +178,8 @@ def test_reset_ends_what_all_have_in_flight() -> None:
     assert bench.pass_us(STEP_US)
     assert (one.status(1), one.status(2), other.status(1)) == (0, -errno.ECANCELED, -errno.ECANCELED)
     assert [int(client.page["reset_count"]) for client in (one, other)] == [1, 1]
-    assert (np.frombuffer(bench.arena, np.int32) == POISON).all()
+    claimed = np.frombuffer(bench.arena, np.int32).reshape(SPEC.blocks, -1)[block : block + 3]
+    assert (claimed == POISON).all()
     assert one.ask(abi.QUERY_FREE_BLOCKS).used_by_fd == 3
     assert bench.device.next_due_ns() is None
     assert one.refused(abi.SUBMIT_BATCH, **one.submission(epoch=0)) == "ESTALE"

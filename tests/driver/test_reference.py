@@ -199,7 +199,9 @@ class Devices(RuleBasedStateMachine):
         for sent in self.queue:
             self.files[sent.number].statuses[sent.fence] = -errno.ECANCELED
         self.queue = []
-        self.kv = [[POISON] * POSITIONS for _ in range(SPEC.blocks)]
+        self.kv = [
+            row if owner == NOBODY else [POISON] * POSITIONS for row, owner in zip(self.kv, self.owners, strict=True)
+        ]
 
     @precondition(lambda self: any(not file.writable for file in self.files.values()))
     @rule()
