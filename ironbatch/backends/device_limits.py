@@ -13,6 +13,7 @@ from ironbatch.driver.ring import ALIGN_BYTES
 from ironbatch.driver.spec import LONGEST_STEP_US, PAGE_BYTES, POSITION_BYTES, RING_BYTES, DeviceSpec
 from ironbatch.errors import StartError
 from ironbatch.kernels.device_records import blocks_bytes, step_bytes, tokens_bytes
+from ironbatch.limits import KV_BLOCK_SIZE, is_power_of_two
 
 RESULT_BYTES: Final = tokens_bytes(1)
 """Of a batch's results, for each row."""
@@ -50,10 +51,11 @@ def check_device(config: Config, device: DeviceHandle) -> None:
     info, name = device.info, device.name
     if info.block_tokens != config.kv_block_size:
         token_bytes = info.block_bytes // max(info.block_tokens, 1)
+        is_allowed = info.block_tokens in KV_BLOCK_SIZE and is_power_of_two(info.block_tokens)
         raise StartError(
-            f"--kv-block-size is {config.kv_block_size}, and a block of {name} holds {info.block_tokens} tokens; use"
-            f" --kv-block-size {info.block_tokens}, or start the device with --block-bytes"
-            f" {config.kv_block_size * token_bytes}"
+            f"--kv-block-size is {config.kv_block_size}, and a block of {name} holds {info.block_tokens} tokens;"
+            + (f" use --kv-block-size {info.block_tokens}, or" if is_allowed else "")
+            + f" start the device with --block-bytes {config.kv_block_size * token_bytes}"
         )
     if info.num_blocks < config.total_kv_blocks:
         raise StartError(

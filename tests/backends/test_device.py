@@ -255,6 +255,13 @@ def test_blocks_of_another_size() -> None:
     )
 
 
+@pytest.mark.parametrize("tokens", [3, 512])
+def test_blocks_of_a_size_that_the_engine_can_t_have(tokens: int) -> None:
+    with pytest.raises(StartError) as caught, running_on(a_device(block_bytes=4 * tokens), kv_block_size=8):
+        pass
+    assert str(caught.value).endswith(f"holds {tokens} tokens; start the device with --block-bytes 32")
+
+
 def test_fewer_blocks_than_the_pool() -> None:
     assert start_error(total_kv_blocks=65) == (
         "--total-kv-blocks is 65, and the software device has 64 blocks; use --total-kv-blocks 64, or start the device"
