@@ -9,11 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from ironbatch.backends.base import Backend, BatchLimits, BatchPlan, EngineLimits, KVGeometry, StepOutput
 from ironbatch.backends.device_limits import RESULT_BYTES, check_device, declared_limits, software_spec
 from ironbatch.config import SOFTWARE_DEVICE, Config
+from ironbatch.driver.abi import CAP_COPY
 from ironbatch.driver.handle import SLICE_NS, DeviceHandle
+from ironbatch.driver.mount import aborted_if_hung
 from ironbatch.driver.ring import ALIGN_BYTES
 from ironbatch.errors import (
     BackendLost,
@@ -70,10 +73,15 @@ class DeviceBackend(Backend):
     def __init__(self, config: Config, opener: DeviceOpener = open_device) -> None:
         self._config = config
         self._opener = opener
-        self._device: DeviceHandle | None = self._open()
-        self.batch_limits, self.eos_token_id = self._declared(self._device)
+        with self._aborted_if_hung():
+            self._device: DeviceHandle | None = self._open()
+        self.batch_limits, self.eos_token_id, self.paged_kv = self._declared(self._device)
 
     def start(self, kv: KVGeometry, limits: EngineLimits) -> None:
+        with self._aborted_if_hung():
+            self._start(kv)
+
+    def _start(self, kv: KVGeometry) -> None:
         if self._device is None:
             self._reopen()
         assert self._device is not None
@@ -156,6 +164,9 @@ class DeviceBackend(Backend):
 
     # ----------------------------------------------------------------------------------------------------- its device
 
+    def _aborted_if_hung(self) -> AbstractContextManager[None]:
+        return aborted_if_hung(self._config.device_path, self._config.scheduler_timeout_s)
+
     def _open(self) -> DeviceHandle:
         try:
             device = self._opener(self._config)
@@ -170,10 +181,11 @@ class DeviceBackend(Backend):
             raise
         return device
 
-    def _declared(self, device: DeviceHandle) -> tuple[BatchLimits, int]:
-        """What the engine is built with."""
+    def _declared(self, device: DeviceHandle) -> tuple[BatchLimits, int, bool]:
+        """What the engine is built with. Forks and shared blocks need copies."""
         try:
-            return declared_limits(self._config, device), int(device.info.eos_token_id)
+            has_copies = bool(device.info.caps & CAP_COPY)
+            return declared_limits(self._config, device), int(device.info.eos_token_id), has_copies
         except BaseException:
             device.close()
             raise
@@ -181,12 +193,13 @@ class DeviceBackend(Backend):
     def _reopen(self) -> None:
         """Open the device anew: it may be another one by now."""
         device = self._open()
-        before, now = (self.batch_limits, self.eos_token_id), self._declared(device)
+        before, now = (self.batch_limits, self.eos_token_id, self.paged_kv), self._declared(device)
         if now != before:
             device.close()
             raise StartError(
-                f"{device.name} is another device than the engine was started with: its limits and end-of-sequence"
-                f" token were {before}, and are {now}; start the former one again, or restart the engine"
+                f"{device.name} is another device than the engine was started with: its limits, end-of-sequence token"
+                f" and whether it copies were {before}, and are {now}; start the former one again, or restart the"
+                " engine"
             )
         self._device = device
 

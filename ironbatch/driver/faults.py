@@ -20,7 +20,7 @@ DUPLICATE_FENCE: Final = "duplicate-fence"
 """The fence is signalled again after the context's next one: the status page goes back, until the one after that."""
 
 EIO: Final = "eio"
-"""The batch fails, and writes nothing."""
+"""The batch fails; what it would have written is garbage, and there are no results."""
 
 SHORT_RING: Final = "short-ring"
 """The submission is refused: no room for the results, the device says."""

@@ -184,14 +184,15 @@ class DeviceHandle(ABC):
         """Copy whole blocks on the device, (source, target), one after the other. Returns the fence after it.
 
         Raises:
-            DeviceRefused: a block is not this handle's; or as `Ring.reserve`.
+            IndexError: a block is not one of `kv`.
+            DeviceRefused: as `Ring.reserve`.
         """
-        ids = np.array([kv.first + block for pair in pairs for block in pair], np.uint32)
+        ids = np.array([kv.device_id(block) for pair in pairs for block in pair], np.uint32)
         return self._submit_block_list(OP_COPY_BLOCKS, ids)
 
     def zero_blocks(self, kv: KVMemory, blocks: Sequence[int]) -> int:
         """Fill whole blocks with zeros on the device. Returns the fence after it. Raises as `copy_blocks`."""
-        ids = np.array([kv.first + block for block in blocks], np.uint32)
+        ids = np.array([kv.device_id(block) for block in blocks], np.uint32)
         return self._submit_block_list(OP_ZERO_BLOCKS, ids)
 
     def reset(self) -> int:

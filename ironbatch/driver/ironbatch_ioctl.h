@@ -145,7 +145,7 @@ struct ironbatch_get_error {
 	__u64 fence;           /* out: of the batch; 0: a call was refused */
 	__s32 code;            /* out: a negative errno */
 	__u32 record;          /* out: index of the record in its batch, or NO_INDEX */
-	__u32 item;            /* out: index among the record's block ids or token ids, or NO_INDEX */
+	__u32 item;            /* out: index among the record's ids, block ids before token ids, or NO_INDEX */
 	__u32 reset_count;     /* out: when it happened */
 	__s64 value;           /* out: the value that was at fault, such as a block id */
 	char message[96];      /* out: ASCII, ends with a NUL */

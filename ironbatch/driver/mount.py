@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import re
 import select
@@ -18,12 +19,15 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from ironbatch.errors import DeviceUnavailable, StartError
 from ironbatch.limits import quoted
+
+_log = logging.getLogger("ironbatch.scheduler")
 
 FUSE_DEVICE: Final = "/dev/fuse"
 SOURCE: Final = "ironbatch"
@@ -338,6 +342,36 @@ def abort_connection(path: str, connections: str = CONNECTIONS) -> bool:
         f" umount -f {mount.path}",
         code,
     )
+
+
+@contextlib.contextmanager
+def aborted_if_hung(path: str, patience_s: float) -> Iterator[None]:
+    """Have a node's connection aborted if what is done meanwhile takes longer: what it is stuck in then fails.
+
+    Nobody else may look after whoever opens a device: it cannot be told from one that takes its time.
+
+    Args:
+        path: of the node; empty: nothing is done.
+        patience_s: 0: without end.
+    """
+    if not path or not patience_s:
+        yield
+        return
+
+    def abort() -> None:
+        try:
+            if abort_connection(path):
+                _log.error("%s has not answered for %g s: its connection was aborted; start it again", path, patience_s)
+        except (DeviceUnavailable, OSError) as problem:
+            _log.error("%s", problem)
+
+    timer = threading.Timer(patience_s, abort)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _detach(path: str) -> bool:

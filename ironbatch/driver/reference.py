@@ -25,7 +25,7 @@ from ironbatch.driver.claims import NOBODY, Claims
 from ironbatch.driver.context import Context, Refusal
 from ironbatch.driver.faults import Faults
 from ironbatch.driver.spec import BUCKETS_MAX, DeviceSpec
-from ironbatch.kernels.device import run_batch
+from ironbatch.kernels.device import run_batch, spoil_batch
 from ironbatch.kernels.mock_kv import POISON
 
 EOS_TOKEN_ID: Final = -1  # none: every token is worth as much as another
@@ -77,6 +77,7 @@ class ReferenceDevice:
         assert self._address % 8 == 0, "records are read in words"
         self._kv = memory[spec.kv_off : spec.kv_off + spec.kv_bytes].view(np.int32).reshape(spec.blocks, -1)
         self._claims = Claims(spec.blocks)
+        self._was_claimed = np.zeros(spec.blocks, bool)  # ever; the others are zeros still
         self._checker = Checker(spec, self._claims.owners_address)
         self._contexts: dict[int, Context] = {}
         self._queue: deque[Batch] = deque()
@@ -156,19 +157,15 @@ class ReferenceDevice:
         if batch.fault == faults.RESET:
             self._reset_all()
             return
+        records_address, records_bytes = batch.records.ctypes.data, batch.records.nbytes
+        kv = (self._address + self.spec.kv_off, self.spec.blocks, self.spec.block_tokens)
         if batch.fault == faults.EIO:
+            spoil_batch(records_address, records_bytes, *kv)
             batch.context.fail(batch.fence, failure(errno.EIO, "injected"))
         elif batch.is_too_late:
             batch.context.fail(batch.fence, failure(errno.ETIMEDOUT, "its deadline passed before it began"))
         else:
-            run_batch(
-                batch.records.ctypes.data,
-                batch.records.nbytes,
-                self._address + self.spec.kv_off,
-                self.spec.blocks,
-                self.spec.block_tokens,
-                batch.results_address,
-            )
+            run_batch(records_address, records_bytes, *kv, batch.results_address)
         if batch.fault == faults.LATE_FENCE:
             late_ns = batch.due_ns + self.faults.late_ns(self.spec.longest_step_us * 1000)
             heapq.heappush(self._late, (late_ns, batch.context.number, batch.fence))
@@ -303,7 +300,9 @@ class ReferenceDevice:
             raise Refusal(errno.EINVAL, "want is 0; it is at least 1")
         is_exact = bool(asked.flags & abi.CLAIM_EXACT)
         first, granted = self._claims.claim(context.owner, asked.want, is_exact=is_exact)
-        self._kv[first : first + granted] = 0  # nobody reads what another has left there
+        claimed = slice(first, first + granted)
+        self._kv[claimed][self._was_claimed[claimed]] = 0  # nobody reads what another has left there
+        self._was_claimed[claimed] = True
         return {"first": first, "granted": granted}
 
     def _get_mem_path(self, context: Context, _: None) -> Fields:

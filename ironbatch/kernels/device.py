@@ -46,7 +46,7 @@ from ironbatch.kernels.device_records import (
     WORD_USER,
 )
 from ironbatch.kernels.jit import inline, kernel, subroutine
-from ironbatch.kernels.mock_kv import HASH_SEED, extend_hash, token_after
+from ironbatch.kernels.mock_kv import HASH_SEED, POISON, extend_hash, token_after
 from ironbatch.kernels.tables import int32_table, word_table
 
 INT_BYTES_EACH = 4
@@ -65,7 +65,7 @@ BAD_CONTEXT = 5  # no tokens
 BAD_NEW = 6  # none, or more than the context
 BAD_BLOCK_COUNT = 7  # limit: what it should be
 BAD_BLOCK = 8  # not of this context; item: its index among the record's ids
-BAD_TOKEN = 9  # negative; item: its index among the new tokens
+BAD_TOKEN = 9  # negative; item: its index among the record's ids, which begin with those of blocks
 
 # What `check_batch` writes: the first fault, and what the batch holds. Words.
 (
@@ -143,7 +143,7 @@ def check_step(ints, words, owners, num_blocks, owner, block_tokens, verdict):
     for k in range(new):
         token = ints[INTS_STEP + blocks + k]
         if token < 0:
-            return blame(verdict, BAD_TOKEN, k, token, 0)
+            return blame(verdict, BAD_TOKEN, blocks + k, token, 0)
     verdict[STEPS] += 1
     verdict[NEW_TOKENS] += new
     verdict[LONGEST_CONTEXT] = max(verdict[LONGEST_CONTEXT], context)
@@ -314,6 +314,46 @@ def run_batch(records_address, size_bytes, kv_address, num_blocks, block_tokens,
             written += write_result(results_address + written, ints, words, kv, block_tokens)
         start += padded(unsigned(ints[INT_BYTES]))
     return written
+
+
+@inline
+def poison_block(kv, block, block_ints):
+    """Write POISON all over a block."""
+    for place in range(block * block_ints, (block + 1) * block_ints):
+        kv[place] = POISON
+
+
+@inline
+def spoil_record(ints, kv, block_ints):
+    """POISON wherever a record writes."""
+    op = ints[INT_OP_FLAGS] & OP_MASK
+    ids = (unsigned(ints[INT_BYTES]) - HEADER_BYTES) // INT_BYTES_EACH
+    if op == OP_COPY_BLOCKS:
+        for pair in range(ids // 2):
+            poison_block(kv, unsigned(ints[INTS_HEADER + 2 * pair + 1]), block_ints)
+    elif op == OP_ZERO_BLOCKS:
+        for k in range(ids):
+            poison_block(kv, unsigned(ints[INTS_HEADER + k]), block_ints)
+    else:
+        context = unsigned(ints[INT_CONTEXT])
+        for position in range(context - unsigned(ints[INT_NEW]), context):
+            block = unsigned(ints[INTS_STEP + position // block_ints])
+            kv[block * block_ints + position % block_ints] = POISON
+
+
+@kernel("int64(intp, int64, intp, int64, int64)")
+def spoil_batch(records_address, size_bytes, kv_address, num_blocks, block_tokens):
+    """What a batch that fails may do at its worst: wherever it would have written is POISON. Arguments as `run_batch`.
+
+    Returns 0.
+    """
+    kv = int32_table(kv_address, num_blocks * block_tokens)
+    start = 0
+    while start < size_bytes:
+        ints = int32_table(records_address + start, (size_bytes - start) // INT_BYTES_EACH)
+        spoil_record(ints, kv, block_tokens)
+        start += padded(unsigned(ints[INT_BYTES]))
+    return 0
 
 
 @kernel("int64(intp, int64, int64, int64)")

@@ -33,7 +33,7 @@ _log = logging.getLogger("ironbatch.scheduler")
 
 NS_PER_S = 1_000_000_000
 REOPEN_LOG_S = 10
-"""A backend that stays lost is logged this often."""
+"""A backend that stays lost for one reason is logged this often."""
 
 MOST_LOSSES = 5
 """So many losses of the backend in a row, without a token in between, end what was planned: one of them may be why."""
@@ -85,6 +85,7 @@ class Scheduler:
         self._steps_to_audit = config.audit_every
         self._audit_scratch = np.zeros(config.total_kv_blocks, np.int32)
         self._next_reopen_log_ns = 0
+        self._reopen_problem = ""  # the newest that was logged
         self._losses = 0  # in a row, without a token
         self._tokens_at_loss = -1
         self._addresses = (self.arena.address, segment.address)
@@ -270,9 +271,11 @@ class Scheduler:
         except Exception as problem:  # it stays lost; the next step tries again
             header["scheduler_ready"] = 0
             now_ns = self._now_ns()
-            if now_ns >= self._next_reopen_log_ns:
+            told = f"{type(problem).__name__}: {problem}"
+            if now_ns >= self._next_reopen_log_ns or told != self._reopen_problem:
                 self._next_reopen_log_ns = now_ns + REOPEN_LOG_S * NS_PER_S
-                _log.error("backend cannot be reopened: %s: %s", type(problem).__name__, problem)
+                self._reopen_problem = told
+                _log.error("backend cannot be reopened: %s", told)
             return False
         finally:
             header["in_device_call"] = layout.CALL_NONE

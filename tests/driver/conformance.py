@@ -108,7 +108,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[int], list[bytes]], int, int, str]] = {
     "more new tokens than context": (lambda b: [step([b], [1, 2, 3], context=2)], 0, -1, "new_tokens 3"),
     "a block too few": (lambda b: [step([b], [1] * 5)], 0, -1, "block_count 1 should be 2"),
     "a block too many": (lambda b: [step([b, b + 1], [1] * 4)], 0, -1, "block_count 2 should be 1"),
-    "negative token": (lambda b: [step([b], [1, -1, 2])], 0, 1, "token id -1"),
+    "negative token": (lambda b: [step([b], [1, -1, 2])], 0, 2, "token id -1"),
     "a byte too few": (lambda b: [step([b], [1, 2], bytes=STEP.itemsize + 11)], 0, -1, "91 bytes"),
     "a word too many": (lambda b: [step([b], [1, 2], bytes=STEP.itemsize + 16)], 0, -1, "96 bytes"),
     "no bytes": (lambda b: [block_list(3, [b], bytes=0)], 0, -1, "0 bytes"),

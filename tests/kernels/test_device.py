@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from ironbatch.kernels import device as kernels
-from ironbatch.kernels.device import check_batch, run_batch, write_status
+from ironbatch.kernels.device import check_batch, run_batch, spoil_batch, write_status
 from ironbatch.kernels.device_records import OP_COPY_BLOCKS, OP_STEP, OP_ZERO_BLOCKS, STATUS, STEP_EMITS, tokens_bytes
 from ironbatch.kernels.device_status import is_well_signaled
+from ironbatch.kernels.mock_kv import POISON
 from tests.driver.records import copy, step, zero
 
 BLOCKS: Final = 12
@@ -92,7 +93,7 @@ def parse_step(record: bytes, size: int, *, emits: bool) -> Row:
     blocks = struct.unpack_from(f"<{count}I", record, 80)
     tokens = struct.unpack_from(f"<{new}i", record, 80 + 4 * count)
     require_mine(blocks)
-    for item, token in enumerate(tokens):
+    for item, token in enumerate(tokens, count):
         require(token >= 0, kernels.BAD_TOKEN, token, item)
     return Row(user, sequence, seed, context, blocks, tokens, emits)
 
@@ -157,6 +158,17 @@ def run(parsed: Parsed, kv: list[int]) -> bytes:
         head = struct.pack("<HHIQQII", 4, 0, 32 + 4 * row.emits, row.user, row.sequence, row.emits, 0)
         results += head + (struct.pack("<ii", token_after(row.seed, context), 0) if row.emits else b"")
     return results
+
+
+def spoil(parsed: Parsed, kv: list[int]) -> None:
+    """What the batch would write is POISON; nothing else changes."""
+    for action, what in parsed.actions:
+        if isinstance(what, Row):
+            for position in range(what.context - len(what.tokens), what.context):
+                kv[what.blocks[position // SIZE] * SIZE + position % SIZE] = POISON
+        else:
+            for block in what[1::2] if action == "copy" else what:
+                kv[block * SIZE : block * SIZE + SIZE] = [POISON] * SIZE
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
@@ -247,6 +259,9 @@ class Bench:
             )
         )
 
+    def spoil(self, batch: bytes) -> None:
+        spoil_batch(self._records.ctypes.data, len(batch), self.kv.ctypes.data, BLOCKS, SIZE)
+
     def run(self, batch: bytes, rows: int) -> bytes:
         results = self._guarded(rows * tokens_bytes(1) // 8)
         written = run_batch(
@@ -287,6 +302,21 @@ def test_every_batch_is_refused_or_run_as_the_oracle_says(seed: int) -> None:
             seen["run"] += 1
         assert bench.kv.tolist() == kv
     assert min(seen.values()) > 100
+
+
+def test_batch_that_fails_at_its_worst_touches_only_what_it_was_to_write() -> None:
+    bench, kv = Bench(), list(range(BLOCKS * SIZE))
+    spoilt_ones = 0
+    for batch in batches(99, 600):
+        parsed = parse(batch)
+        if isinstance(parsed, Parsed):
+            bench.check(batch)
+            bench.spoil(batch)
+            spoil(parsed, kv)
+            assert bench.kv.tolist() == kv
+            spoilt_ones += len(parsed.actions)
+            assert bench.run(batch, len(parsed.rows)) == run(parsed, kv)  # the next one finds tokens again
+    assert spoilt_ones > 100
 
 
 def test_every_problem_is_found() -> None:
