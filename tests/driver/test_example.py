@@ -104,3 +104,9 @@ def test_a_node_that_is_not_there_is_named(program: str, tmp_path: Path) -> None
 def test_wrong_use_is_said(program: str, arguments: tuple[object, ...]) -> None:
     result = run(program, *arguments)
     assert (result.returncode, result.stderr) == (2, "usage: step NODE TOKEN_ID... (at most 248)\n")
+
+
+@pytest.mark.parametrize("text", ["x", "1.5", "-1", "99999999999", "2147483648", "", "1 "])
+def test_what_is_no_token_id_is_said(program: str, text: str) -> None:
+    result = run(program, "/dev/null", 1, text)
+    assert (result.returncode, result.stderr) == (2, f"step: {text} is no token id\n")

@@ -59,7 +59,7 @@ class Accounts:
         self.counts[kind] += 1
         self.stalls += outcome.detail == "stalled"
         self.doomed += self._is_doomed(outcome)
-        self.unnoticed += outcome.ending == LEFT and self.damage.may_hide(outcome.ended_s)
+        self.unnoticed += self.damage.may_hide(outcome.ended_s, has_left=outcome.ending == LEFT)
 
     @property
     def uncounted(self) -> int:

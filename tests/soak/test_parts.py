@@ -169,9 +169,10 @@ def test_metrics_that_do_not_add_up_are_found(bad: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "killed_s", "may_be"), [(LEFT, 11.5, 1), (LEFT, 13.0, 0), (LEFT, 10.9, 0), (ENDED, 11.5, 0)]
+    ("ending", "killed_s", "may_be"),
+    [(LEFT, 11.5, 1), (LEFT, 13.0, 0), (LEFT, 10.9, 0), (ENDED, 11.05, 1), (ENDED, 11.5, 0), (ENDED, 10.9, 0)],
 )
-def test_client_that_left_just_before_its_worker_was_killed_may_be_lost(
+def test_request_that_ended_just_before_its_worker_was_killed_may_be_lost(
     ending: str, killed_s: float, may_be: int
 ) -> None:
     found = accounts(worker_kills=[killed_s])

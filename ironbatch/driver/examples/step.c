@@ -2,7 +2,7 @@
 /*
  * Continue a prompt on an Ironbatch device: the least that a client of the UAPI does. docs/driver.md describes it.
  *
- *     cc -I.. -o step step.c && ./step /run/ironbatch/device0 11 22 33
+ *     cc -I ironbatch/driver -o step ironbatch/driver/examples/step.c && ./step ./device0 11 22 33
  *
  * Prints the ids of 8 tokens in a line. Exit code: 0, 1 the device can't or won't, 2 wrong use.
  */
@@ -49,10 +49,9 @@ static void fail(const char *what)
 static void open_device(const char *path)
 {
 	struct ironbatch_get_mem_path place = { 0 };
+	int map_fd = fd = open(path, O_RDWR | O_CLOEXEC);
 	struct stat found;
-	int map_fd;
 
-	map_fd = fd = open(path, O_RDWR | O_CLOEXEC);
 	if (fd < 0)
 		fail(path);
 	errno = EPROTO;
@@ -99,20 +98,19 @@ static __s32 run_step(__u32 record_bytes)
 {
 	struct ironbatch_submit_batch batch = { .num_seqs = 1, .ring_bytes = record_bytes, .epoch = info.reset_count };
 	struct ironbatch_wait_fence wait = { 0 };
-	const struct ironbatch_status *status = (void *)(memory + info.status_off);
+	const struct ironbatch_status *page = (void *)(memory + info.status_off);
 	const struct ironbatch_tokens *result = (void *)(memory + info.ring_off + record_bytes);
 	struct timespec now;
 
 	clock_gettime(CLOCK_MONOTONIC, &now);
-	wait.deadline_ns = now.tv_sec * 1000000000LL + now.tv_nsec + info.longest_step_us * 1000LL;
-	batch.deadline_ns = wait.deadline_ns;
+	batch.deadline_ns = wait.deadline_ns = now.tv_sec * 1000000000LL + now.tv_nsec + info.longest_step_us * 1000LL;
 	batch.results_offset = record_bytes;
 	batch.results_bytes = sizeof(*result) + 8; /* one token, padded */
 	if (call(IRONBATCH_SUBMIT_BATCH, &batch) < 0)
 		fail("SUBMIT_BATCH");
 	wait.fence = batch.fence;
 	/* One look; what was stored before `signaled` is seen after it. Who sleeps, sleeps in the call. */
-	if (__atomic_load_n(&status->signaled, __ATOMIC_ACQUIRE) < batch.fence || status->failed >= batch.fence)
+	if (__atomic_load_n(&page->signaled, __ATOMIC_ACQUIRE) < batch.fence || page->failed >= batch.fence)
 		if (call(IRONBATCH_WAIT_FENCE, &wait) < 0 || (errno = -wait.status) != 0)
 			fail("the batch");
 	errno = EPROTO;
@@ -123,14 +121,17 @@ static __s32 run_step(__u32 record_bytes)
 
 int main(int count, char **arguments)
 {
-	__s32 context[MAX_TOKENS], prompt = count - 2, end = prompt + NEW_TOKENS, length, done, token;
+	__s32 context[MAX_TOKENS], prompt = count - 2, end = prompt + NEW_TOKENS, length, done;
 	struct ironbatch_claim_blocks claim = { .flags = IRONBATCH_CLAIM_EXACT };
 	struct ironbatch_get_limits limits;
+	unsigned long id;
+	char rest;
 
 	if (prompt < 1 || end > MAX_TOKENS)
 		return fprintf(stderr, "usage: step NODE TOKEN_ID... (at most %d)\n", MAX_TOKENS - NEW_TOKENS), 2;
-	for (length = 0; length < prompt; length++)
-		context[length] = atoi(arguments[2 + length]);
+	for (length = 0; length < prompt; context[length++] = (__s32)id)
+		if (sscanf(arguments[2 + length], "%lu%c", &id, &rest) != 1 || id > 0x7FFFFFFF)
+			return fprintf(stderr, "step: %s is no token id\n", arguments[2 + length]), 2;
 	open_device(arguments[1]);
 	if (call(IRONBATCH_GET_LIMITS, &limits) < 0)
 		fail("GET_LIMITS");
@@ -140,10 +141,9 @@ int main(int count, char **arguments)
 	claim.want = (end + info.block_tokens - 1) / info.block_tokens;
 	if (call(IRONBATCH_CLAIM_BLOCKS, &claim) < 0)
 		fail("CLAIM_BLOCKS");
-	for (done = 0; length < end; done = length - 1) { /* first the prompt, then each token that has come */
-		token = run_step(write_step(claim.first, context, length, length - done));
-		printf("%d%c", token, length + 1 < end ? ' ' : '\n');
-		context[length++] = token;
+	for (done = 0; length < end; done = length++) { /* first the prompt, then each token that has come */
+		context[length] = run_step(write_step(claim.first, context, length, length - done));
+		printf("%d%c", context[length], length + 1 < end ? ' ' : '\n');
 	}
 	return 0; /* the blocks go back with the file */
 }
