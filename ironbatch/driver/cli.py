@@ -37,6 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
         StartError: it can't serve.
     """
     options = NodeOptions.read(arguments)
+    if options.spec.caution:
+        sys.stderr.write(f"ironbatch device: warning: {options.spec.caution}\n")
     os.environ.update(CHILD_ENVIRONMENT)  # before numpy is imported: one thread is all that a node needs
     from ironbatch.driver.serving import serve  # noqa: PLC0415 - numpy and the kernels
 

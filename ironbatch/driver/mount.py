@@ -372,6 +372,7 @@ def aborted_if_hung(path: str, patience_s: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join()
 
 
 def _detach(path: str) -> bool:

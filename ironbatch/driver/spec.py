@@ -133,6 +133,18 @@ class DeviceSpec:
         """Where a context's ring begins."""
         return self.contexts * PAGE_BYTES + context * self.ring_bytes
 
+    @property
+    def caution(self) -> str:
+        """What an operator should know of a spec that is valid; mostly nothing."""
+        waits_us = self.contexts * self.max_in_flight * self.step_latency_us
+        if waits_us <= self.longest_step_us:
+            return ""
+        return (
+            f"--longest-step-us {self.longest_step_us}: with {self.contexts} contexts that have {self.max_in_flight}"
+            f" batches in flight each, a fence may take {waits_us} us, and clients take it for lost before that; use"
+            f" {waits_us}, or lower --contexts or --max-in-flight"
+        )
+
     def _problems(self) -> Iterator[str]:
         for name, bound in _BOUNDS.items():
             value = getattr(self, name)

@@ -22,7 +22,7 @@ from ironbatch.backends.device_limits import most_bytes, software_spec
 from ironbatch.backends.registry import create_backend
 from ironbatch.config import Config
 from ironbatch.driver import abi, handle
-from ironbatch.driver.abi import Message
+from ironbatch.driver.abi import CAP_MMAP, CAP_RESET, Message
 from ironbatch.driver.faults import Faults
 from ironbatch.driver.handle import SLICE_NS
 from ironbatch.driver.reference import ReferenceDevice
@@ -306,6 +306,21 @@ TOLD = {
     "short-ring": "the batch is submitted again",
     "reset": r"backend lost: the software device was reset",
 }
+
+
+def test_device_without_copies_gets_none(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither forks nor blocks that are shared, so nothing that it would refuse."""
+    device = a_device(caps=CAP_MMAP | CAP_RESET)
+    ids = list(range(8))
+    with running_on(device) as (engine, worker):
+        streams = worker.submit_group(9, 6, 3, prompt_token_ids=[*ids, 1], seed=1)
+        streams += worker.submit_group(9, 6, 1, prompt_token_ids=[*ids, 2], seed=2)
+        engine.run(worker)
+        streams += worker.submit_group(9, 6, 1, prompt_token_ids=[*ids, 3], seed=3)
+        engine.run(worker)
+        assert_complete(*streams)
+        assert engine.segment.metrics[0]["copied_blocks"] == engine.segment.metrics[0]["prefix_hit_tokens"] == 0
+    assert "ERROR" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", TOLD)

@@ -234,6 +234,16 @@ def test_more_memory_than_there_is_is_one_line(
     assert os.listdir(tmp_path) == []
 
 
+def test_fences_that_may_be_late_are_warned_of(tmp_path: Path, capsys: Capture) -> None:
+    """Two engines on one device would take each other's time for a lost fence, and reset it in turns."""
+    flags = ("--step-latency-us", "300000", "--contexts", "2", "--max-in-flight", "1")
+    place = str(tmp_path / "none" / "device0")
+    warned, _ = problems(capsys, "--node", place, *flags, code=1)
+    assert warned.startswith("ironbatch device: warning: --longest-step-us 500000: with 2 contexts that have 1 batches")
+    assert "a fence may take 600000 us" in warned
+    (_,) = problems(capsys, "--node", place, *flags, "--longest-step-us", "600000", code=1)
+
+
 @needs_node
 @pytest.mark.parametrize("limit", range(5, 14, 2))
 def test_few_descriptors_are_one_line_or_enough(tmp_path: Path, limit: int) -> None:

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 
 from ironbatch.driver import mount
 from ironbatch.driver.fuse import STATFS_OUT, UNANSWERED, Connection, Disconnected, Opcode
-from ironbatch.driver.mount import MountedNode, abort_connection, find_mount, mount_node
+from ironbatch.driver.mount import MountedNode, abort_connection, aborted_if_hung, find_mount, mount_node
 from ironbatch.errors import DeviceUnavailable, StartError
 from tests.driver.node_process import clear_mount, needs_node
 from tests.support import wait_until
@@ -340,6 +341,28 @@ def test_abort_by_force(mounted: MountedNode) -> None:
         _, told = stuck.communicate(timeout=10)
     assert stuck.returncode == 1
     assert "not connected" in told or "connection abort" in told
+
+
+@needs_node
+@needs_root
+def test_whoever_opens_a_node_that_hangs_is_freed(mounted: MountedNode) -> None:
+    connection = Connection(os.dup(mounted.fd))
+    connection.negotiate()
+    start_s = time.monotonic()
+    with pytest.raises(OSError, match=r"not connected|connection abort"), aborted_if_hung(mounted.path, 0.3):
+        os.open(mounted.path, os.O_RDWR)
+    assert 0.3 <= time.monotonic() - start_s < 20
+    connection.close()
+
+
+@needs_node
+@needs_root
+@pytest.mark.parametrize("patience_s", [0, 20])
+def test_whoever_is_served_in_time_aborts_nothing(mounted: MountedNode, patience_s: float) -> None:
+    with aborted_if_hung(mounted.path, patience_s):
+        pass
+    assert [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)] == []
+    assert mounted.find() == mounted.path
 
 
 @needs_node

@@ -179,6 +179,21 @@ def test_a_node_that_hangs_is_told_and_given_up(tmp_path: Path) -> None:
 
 
 @needs_node
+def test_a_node_that_hangs_before_it_is_asked_is_given_up_too(tmp_path: Path) -> None:
+    """Its scheduler can be killed, but the next one would be stuck in open(2), where no one looks for progress."""
+    with serving_on_a_node(tmp_path, scheduler_timeout_s=1) as (server, node):
+        node.freeze()
+        clients = Clients(server)
+        told = f"{node.path} has not answered for 1 s: its connection was aborted; start it again"
+        wait_until(lambda: told in "".join(server.output), "the abort", 60)
+        with another_node(node.path):
+            os.kill(node.process.pid, signal.SIGCONT)  # the old one ends, and leaves the new one's mount alone
+            node.process.wait(20)
+            clients.assert_all_served()
+            assert_all_free(server)
+
+
+@needs_node
 def test_streams_survive_the_schedulers_death_on_a_node(tmp_path: Path) -> None:
     """The node has given back what the dead one held before the next one asks for it."""
     blocks = 4096  # all of the node's
