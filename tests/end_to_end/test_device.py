@@ -111,7 +111,7 @@ def another_node(path: str) -> Iterator[NodeProcess]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_software_device_serves_every_stream(form: str) -> None:
-    with running(form, backend="device", device="software", total_kv_blocks=256, audit_every=16) as server:
+    with running(form, backend="device", device="software", total_kv_blocks=96, audit_every=16) as server:
         Clients(server).assert_all_served()
         assert_all_free(server)
         assert server.metrics()["preemptions"] > 0
@@ -151,7 +151,7 @@ def test_streams_go_on_once_a_killed_node_is_back(form: str, tmp_path: Path) -> 
 
 @needs_node
 def test_a_node_that_hangs_is_told_and_given_up(tmp_path: Path) -> None:
-    """Its scheduler cannot even be killed, until the connection of the node is aborted."""
+    """Its scheduler can mostly not be killed before the node's connection is aborted; if it can, the next one is stuck."""
     with serving_on_a_node(tmp_path, scheduler_timeout_s=3) as (server, node), streaming(server) as clients:
         old = server.scheduler()
         start_s = time.monotonic()
@@ -162,12 +162,11 @@ def test_a_node_that_hangs_is_told_and_given_up(tmp_path: Path) -> None:
         wait_until(lambda: server.header()["scheduler_pid"] != old.pid, "the next scheduler", 60)
         print(f"replaced after {time.monotonic() - start_s:.2f} s")
         assert not old.is_running()
-        told = "".join(server.output)
-        assert "it is killed" in told
-        assert f"the connection of the device {node.path} was aborted" in told
-        wait_until(lambda: "its server has died; start it again" in "".join(server.output), "its reason", 60)
-        problem = wait_until(lambda: unhealthy(server), "/health to tell of the start that fails")
-        assert "the scheduler is starting, or opens its backend" in problem
+        assert "it is killed" in "".join(server.output)
+        for told in (r"connection (of the device \S+ )?was aborted", "its server has died; start it again"):
+            wait_until(lambda text=told: re.search(text, "".join(server.output)), "what the log tells", 60)
+        starts = "the scheduler is starting, or opens its backend"
+        wait_until(lambda: starts in (unhealthy(server) or ""), "/health to tell of the start that fails", 60)
         node.kill()
         with another_node(node.path):
             gap_s = flows_again_s(server, time.monotonic())
