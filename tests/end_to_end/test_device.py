@@ -151,7 +151,7 @@ def test_streams_go_on_once_a_killed_node_is_back(form: str, tmp_path: Path) -> 
 
 @needs_node
 def test_a_node_that_hangs_is_told_and_given_up(tmp_path: Path) -> None:
-    """Mostly its scheduler can't be killed before the node's connection is aborted; if it can, the next one is stuck."""
+    """Mostly its scheduler can't be killed before the connection is aborted; if it can, the next one is stuck."""
     with serving_on_a_node(tmp_path, scheduler_timeout_s=3) as (server, node), streaming(server) as clients:
         old = server.scheduler()
         start_s = time.monotonic()
