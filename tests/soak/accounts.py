@@ -176,7 +176,8 @@ def metrics_problems(metrics: dict[str, int], accounts: Accounts) -> list[str]:
     most = finished + accounts.counts[CANCELLED] + accounts.counts[LOST]
     if not finished - most_uncounted <= completed <= most:
         problems.append(f"the metrics say that {completed} requests were completed, clients saw {finished}")
-    if metrics["requests_lost"] > most_uncounted:
+    # And one for each kill: what no client could tell, such as a slot that was on its way back.
+    if metrics["requests_lost"] > most_uncounted + len(accounts.damage.worker_kills):
         problems.append(
             f"{metrics['requests_lost']} requests are lost, {most_uncounted} may have been on killed workers"
         )
