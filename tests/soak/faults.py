@@ -46,7 +46,6 @@ RECOVERY_LIMIT_S = 20.0
 POLL_S = 0.001
 NEAR_S = 3.0
 NOTICE_S = 1.0  # a worker of a busy machine may need so long to notice that a client has left
-COUNT_S = 0.1  # and so long from a request's last byte to its count
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,9 @@ class Damage:
         """Whether a connection's worker was killed while a request was under way on it."""
         return any(started_s <= killed_s <= ended_s for killed_s in self.doomed.get(port, ()))
 
-    def may_hide(self, ended_s: float, *, has_left: bool) -> bool:
-        """Whether a worker was killed so soon after a request's end that it may not have noticed, or counted, it."""
-        most_s = NOTICE_S if has_left else COUNT_S
-        return any(0 <= killed_s - ended_s <= most_s for killed_s in self.worker_kills)
+    def may_hide(self, left_s: float) -> bool:
+        """Whether a worker was killed so soon after a client left that it may not have noticed."""
+        return any(0 <= killed_s - left_s <= NOTICE_S for killed_s in self.worker_kills)
 
 
 class Faults(threading.Thread):

@@ -206,7 +206,7 @@ class Soak:
             "errors": dict(sorted(accounts.errors.items())),
             "tokens": accounts.tokens,
             "stalled_readers": accounts.stalls,
-            "requests_on_killed_workers": accounts.doomed,
+            "requests_on_killed_workers": accounts.uncounted,
             "faults": dict(sorted(damage.counts.items())),
             "faults_skipped": dict(sorted(damage.skipped.items())),
             "scheduler_gap_ms": {
