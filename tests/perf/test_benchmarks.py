@@ -41,11 +41,13 @@ def suite_of(path: Path, **medians: float) -> None:
 # ------------------------------------------------------------------------------------------------------- the scripts
 
 
-def test_script_is_run_by_pyperf(tmp_path: Path) -> None:
-    done = run_script("kernel_call", "--debug-single-value", "--quiet", "--output", str(tmp_path / "found.json"))
+@pytest.mark.parametrize(("name", "own"), [("kernel_call", "builtin"), ("wake_up", "token/ironbatch")])
+def test_script_is_run_by_pyperf(name: str, own: str, tmp_path: Path) -> None:
+    """One that leaves all to pyperf, and the one that adds runs of its own to its file."""
+    done = run_script(name, "--debug-single-value", "--quiet", "--output", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stderr
     found = set(pyperf.BenchmarkSuite.load(str(tmp_path / "found.json")).get_benchmark_names())
-    assert {"empty_call", "oracle_step", "builtin"} < found
+    assert {"empty_call", "oracle_step", own} < found
 
 
 @pytest.mark.slow
