@@ -197,7 +197,9 @@ class SchedulerKeeper:
         header = self._engine.segment.header
         if header["scheduler_ready"] and not self.is_starting and header["in_device_call"] != CALL_OPENING:
             return True
-        return os.waitid(os.P_PID, self._pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        # One that has ended meanwhile is still to be reaped, and without WEXITED it would be no child at all.
+        state = os.waitid(os.P_PID, self._pid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return state is not None and state.si_code == os.CLD_STOPPED
 
     def _note_death(self, exit_code: int) -> None:
         from ironbatch.scheduler.process import EXIT_START_FAILED  # noqa: PLC0415  see warm_up

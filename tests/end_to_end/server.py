@@ -325,9 +325,8 @@ def generate_all(port: int, bodies: list[dict[str, Any]]) -> list[bytes]:
 
     def one(index: int) -> None:
         try:
-            stream = RawStream(port, bodies[index])
-            results[index] = stream.read_all()
-            stream.close()
+            with contextlib.closing(RawStream(port, bodies[index])) as stream:
+                results[index] = stream.read_all()
         except Exception as problem:  # reported by the test, not by the thread
             results[index] = problem
 

@@ -448,6 +448,38 @@ def test_one_that_starts_may_take_its_time_unless_it_is_stopped(
     wait_until(lambda: is_reaped(stubs.pids[0]) or is_killed(stubs.pids[0]), what="its end")
 
 
+@pytest.mark.parametrize("when", ["it starts", "it steps", "it opens its backend anew", "it is about to be killed"])
+def test_one_that_dies_while_it_is_looked_at_is_reaped_at_the_next_look(
+    watchful: SchedulerKeeper,
+    stubs: Stubs,
+    time: FakeTime,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+) -> None:
+    """Just after the look has found it alive."""
+    if when == "it starts":
+        engine.segment.header["step_started_ns"] = 1
+    elif when == "it opens its backend anew":
+        engine.segment.header["in_device_call"] = layout.CALL_OPENING
+    elif when == "it is about to be killed":
+        look_for(watchful, time, TIMEOUT_S - LOOK_S)
+
+    def waitpid(pid: int, options: int) -> tuple[int, int]:
+        found = os.waitpid(pid, options)
+        stubs.kill()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper_module, "os", SimpleNamespace(**{**vars(os), "waitpid": waitpid}))
+        time.now_s += 2 * LOOK_S
+        watchful.look()
+    assert len(stubs.pids) == 1, "it had not ended when it was looked for"
+    watchful.look()
+    assert is_reaped(stubs.pids[0])
+    assert len(stubs.pids) == 2
+
+
 def test_without_a_timeout_nobody_is_killed(
     engine: Engine, stubs: Stubs, time: FakeTime, keeper: SchedulerKeeper
 ) -> None:
