@@ -1,8 +1,9 @@
-"""Addresses to listen on, as an operator writes them: `host:port`, `[v6]:port`, `:port`."""
+"""Addresses as an operator writes them: to listen on (`host:port`, `[v6]:port`, `:port`), or of a server to ask."""
 
 import ipaddress
 import re
 from typing import Final
+from urllib.parse import urlsplit
 
 from ironbatch.limits import MAX_HOST_CHARS, PORT, quoted
 
@@ -53,3 +54,33 @@ def _read_host(host: str) -> str:
             f" {MAX_HOST_CHARS} characters); use a name or an address, or leave it out for all interfaces"
         )
     return host
+
+
+def http_url_problem(url: str) -> str | None:
+    """Why requests can't be sent to `url`, or None; with the remedy. What is in it before an @ is not repeated."""
+    remedy = "use one such as http://127.0.0.1:8000/v1"
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        return f"it is no URL: {error}; {remedy}"
+    for is_wrong, problem in (
+        (
+            parts.username is not None or parts.password is not None,
+            "it holds a user name or a password, which every list of processes would show; use --backend-api-key-file",
+        ),
+        (parts.scheme not in {"http", "https"}, f"{quoted(url)} is no http or https URL; {remedy}"),
+        (not host, f"{quoted(url)} names no host; {remedy}"),
+        (port == 0, f"{quoted(url)} has the port 0, where nobody listens; {remedy}"),
+        (
+            parts.query or parts.fragment,
+            f"{quoted(url)} has a query or a fragment, and paths are appended to it; leave that out",
+        ),
+    ):
+        if is_wrong:
+            return problem
+    try:
+        split_addr(f"[{host}]:1" if ":" in str(host) else f"{host}:1")
+    except ValueError:
+        return f"{quoted(str(host))} is neither a host name nor an address; {remedy}"
+    return None

@@ -12,9 +12,10 @@ from typing import Any, Final
 
 from ironbatch import layout
 from ironbatch.config import Config, environment_warnings, given, options
-from ironbatch.errors import EXIT_FAILED, EXIT_OK
+from ironbatch.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from ironbatch.kinds import as_text
 from ironbatch.limits import GIB, KIB, MIB
+from ironbatch.named_files import file_problems
 
 SHM_DIRECTORY: Final = "/dev/shm"  # noqa: S108 - where the segment will be
 SMALLER: Final = "lower --max-queued-requests, --max-running-seqs or --max-model-len"
@@ -45,6 +46,8 @@ class SharedMemorySpace:
 def run(argv_values: Mapping[str, str], environ: Mapping[str, str], *, as_json: bool) -> int:
     """Print the report. Returns the exit code: 1 if the segment does not fit. Raises ConfigError."""
     config = Config.load(argv_values, environ)
+    if problems := file_problems(config):
+        raise ConfigError(problems)
     found = report(config, given(argv_values, environ), SharedMemorySpace.look())
     if as_json:
         print(json.dumps({**found, "warnings": environment_warnings(environ)}, indent=2))
@@ -85,7 +88,12 @@ def report(config: Config, found: Mapping[str, tuple[str, str]], space: SharedMe
 
 
 def _shared_memory(config: Config, space: SharedMemorySpace) -> dict[str, Any]:
-    offsets = layout.offsets(num_slots=config.num_slots, num_lanes=config.num_lanes, max_model_len=config.max_model_len)
+    offsets = layout.offsets(
+        num_slots=config.num_slots,
+        num_lanes=config.num_lanes,
+        max_model_len=config.max_model_len,
+        has_text=config.has_text,
+    )
     starts = {"header": 0, **offsets._asdict()}
     total = starts.pop("total")
     ends = [*list(starts.values())[1:], total]
@@ -121,6 +129,8 @@ def report_lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     sizes = memory["tables_bytes"]
     counts = {"lanes": derived["num_lanes"], "slots": derived["num_slots"], "tokens": derived["num_slots"]}
+    if sizes["texts"]:
+        counts["texts"] = derived["num_slots"]
     yield from _section(
         f"shared memory, in {memory['directory']}",
         [

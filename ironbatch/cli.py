@@ -117,6 +117,10 @@ _OWN_FLAGS: Final[Mapping[str, Sequence[str]]] = {
 class _Parser(argparse.ArgumentParser):
     """argparse, but its errors are ours: one line, no usage, the same exit code and shape as any other problem."""
 
+    def print_help(self, file: Any = None) -> None:
+        """Its own would ignore a reader that has gone, as soon as the help is longer than the stream's buffer."""
+        (file or sys.stdout).write(self.format_help())
+
     def error(self, message: str) -> NoReturn:
         raise UsageError([f"{message}; `{self.prog} --help` says more"])
 

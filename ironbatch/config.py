@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 from ironbatch import limits
-from ironbatch.addresses import split_addr
+from ironbatch.addresses import http_url_problem, split_addr
 from ironbatch.errors import ConfigError
 from ironbatch.kinds import PROBABILITY, SWITCH, Kind, as_text, choice, power_of_two, whole_number
 from ironbatch.limits import Bound, quoted
@@ -22,10 +22,15 @@ ENV_PREFIX: Final = "IRONBATCH_"
 ENV_INTERNAL_PREFIX: Final = "IRONBATCH_INTERNAL_"  # what our processes hand each other; no user sets these
 ENV_NOT_OPTIONS: Final = frozenset({"IRONBATCH_CACHE_DIR"})
 BACKEND_GROUP: Final = "ironbatch.backends"
-BACKENDS: Final = ("mock", "device")
+BACKENDS: Final = ("mock", "device", "real")
 """Those that need no plug-in; the first is the default."""
 
-BACKENDS_TO_COME: Final = ("real",)
+TEXT_BACKENDS: Final = ("real",)
+"""Those whose tokens are text from the beginning: the segment has text rows for them."""
+
+BYTE_TOKENIZER: Final = "byte"
+"""As a value of --tokenizer: no file, but the built-in one."""
+
 SOFTWARE_DEVICE: Final = "software"
 """As a value of --device: none of the machine's, but one in the scheduler's process."""
 
@@ -41,7 +46,7 @@ def backend_names() -> tuple[str, ...]:
     from importlib.metadata import entry_points  # noqa: PLC0415 - 15 ms that the mock and --help don't pay
 
     plugins = {entry.name for entry in entry_points(group=BACKEND_GROUP)}
-    return (*BACKENDS, *sorted(plugins - {*BACKENDS, *BACKENDS_TO_COME}))
+    return (*BACKENDS, *sorted(plugins - set(BACKENDS)))
 
 
 def _read_addr(text: str) -> str:
@@ -54,8 +59,6 @@ def _read_backend(name: str) -> str:
         return name
     available = backend_names()
     remedy = f"use {' or '.join(available)}, or install a plug-in (entry-point group {BACKEND_GROUP})"
-    if name in BACKENDS_TO_COME:
-        raise ValueError(f"{quoted(name)} comes in a later version; until then {remedy}")
     if name not in available:
         raise ValueError(f"{quoted(name)} is not a backend of this installation; {remedy}")
     return name
@@ -67,6 +70,14 @@ def _read_url(url: str) -> str:
     if not url.isprintable() or " " in url:
         raise ValueError(f"{quoted(url)} holds a space or a control character; percent-encode it")
     return url
+
+
+def _read_model(name: str) -> str:
+    if len(name) > limits.MAX_MODEL_NAME_CHARS:
+        raise ValueError(f"{len(name)} characters are too many; use a name of at most {limits.MAX_MODEL_NAME_CHARS}")
+    if not name.isprintable():
+        raise ValueError(f"{quoted(name)} holds a control character; use a name without one")
+    return name
 
 
 def _read_path(path: str) -> str:
@@ -127,12 +138,51 @@ class Config:
         "listen here; :PORT for all interfaces, port 0 for any free",
     )
     workers: int = _whole(2, limits.WORKERS, "COUNT", "web worker processes")
-    backend: str = _option("mock", Kind("mock, device or a plug-in", _read_backend), "NAME", "what computes tokens")
+    backend: str = _option(
+        "mock", Kind("mock, device, real or a plug-in", _read_backend), "NAME", "what computes tokens"
+    )
     backend_url: str = _option(
         "",
         Kind(f"at most {limits.MAX_URL_CHARS} characters", _read_url),
         "URL",
-        "where the backend is, for one that is reached by a URL",
+        "the model server of the real backend, such as http://127.0.0.1:8000/v1; or what a plug-in is to reach",
+    )
+    backend_model: str = _option(
+        "",
+        Kind(f"at most {limits.MAX_MODEL_NAME_CHARS} characters", _read_model),
+        "NAME",
+        "real: the model to ask for; without it the first that the server names",
+    )
+    backend_slots: int = _whole(
+        0, limits.BACKEND_SLOTS, "COUNT", "real: streams that the server takes at once; 0: what it says itself"
+    )
+    backend_api_key_file: str = _option(
+        "",
+        Kind(f"at most {limits.MAX_PATH_BYTES} bytes", _read_path),
+        "PATH",
+        "real: a file whose first line is sent to the server as its key (Authorization: Bearer)",
+    )
+    backend_wait_s: int = _whole(
+        60,
+        limits.BACKEND_WAIT_S,
+        "SECONDS",
+        "real: seconds to wait for a server that is not there, at the start, and for a request that it has not begun",
+    )
+    backend_timeout_s: int = _whole(
+        120, limits.BACKEND_TIMEOUT_S, "SECONDS", "real: seconds without a token after which a stream is given up"
+    )
+    backend_retries: int = _whole(
+        2, limits.BACKEND_RETRIES, "COUNT", "real: how often a request is sent again that has failed before a token"
+    )
+    backend_continue: bool = _switch(
+        "real: go on with a stream that breaks off, by sending prompt and output so far; its rest may differ a little"
+    )
+    tokenizer: str = _option(
+        "",
+        Kind(f"at most {limits.MAX_PATH_BYTES} bytes", _read_path),
+        "PATH",
+        f"a tokenizer.json for prompts that are text; {BYTE_TOKENIZER}: the built-in one, a token a byte, which all"
+        " backends but real have by default (a file of that name: ./byte)",
     )
     device: str = _option(
         "",
@@ -324,6 +374,11 @@ class Config:
         return "" if self.device == SOFTWARE_DEVICE else self.device
 
     @property
+    def has_text(self) -> bool:
+        """Whether the backend's tokens are text from the beginning, which then stands in the segment."""
+        return self.backend in TEXT_BACKENDS
+
+    @property
     def mock_kv_bytes(self) -> int:
         """Host memory that the mock's KV takes; 0 if it keeps none."""
         return limits.mock_kv_bytes(self.total_kv_blocks, self.kv_block_size) if self.mock_kv else 0
@@ -369,10 +424,31 @@ def environment_warnings(environ: Mapping[str, str]) -> list[str]:
     return warnings
 
 
+def _text_segment_problem(
+    max_running_seqs: int, max_queued_requests: int, max_model_len: int, backend: str
+) -> str | None:
+    """Whether the segment stays small enough with its text rows, if it does so without them."""
+    sizes = (max_running_seqs, max_queued_requests, max_model_len)
+    if backend not in TEXT_BACKENDS or limits.segment_problem(*sizes):
+        return None
+    return limits.segment_problem(*sizes, has_text=True)
+
+
 def _backend_url_problem(url: str, backend: str) -> str | None:
+    if backend == "real":
+        if not url:
+            return "the real backend needs the URL of a model server, such as --backend-url http://127.0.0.1:8000/v1"
+        return http_url_problem(url)
     if not url or backend not in BACKENDS:
         return None
     return f"{quoted(url)} means nothing to the {backend} backend; remove it, or choose a backend that uses a URL"
+
+
+def _only_real_problem(value: object, backend: str) -> str | None:
+    """Of an option of the real backend alone."""
+    if not value or backend == "real":
+        return None
+    return f"the backend {quoted(backend)} is not the real one, to which alone it means something; remove it"
 
 
 def _device_problem(device: str, backend: str) -> str | None:
@@ -397,8 +473,11 @@ _MOCK_STEP_FIELDS: Final = tuple(inspect.signature(limits.mock_longest_step_ns).
 _RELATIONS: Final[tuple[tuple[tuple[str, ...], Callable[..., str | None]], ...]] = (
     (("max_running_seqs", "max_queued_requests"), limits.slots_problem),
     (("max_running_seqs", "max_queued_requests", "max_model_len"), limits.segment_problem),
+    (("max_running_seqs", "max_queued_requests", "max_model_len", "backend"), _text_segment_problem),
     (("max_model_len", "total_kv_blocks", "kv_block_size"), limits.request_problem),
     (("backend_url", "backend"), _backend_url_problem),
+    (("backend_model", "backend"), _only_real_problem),
+    (("backend_api_key_file", "backend"), _only_real_problem),
     (("device", "backend"), _device_problem),
     (("mock_kv", "backend"), _mock_kv_problem),
     (("mock_kv", "total_kv_blocks", "kv_block_size"), limits.mock_kv_problem),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ironbatch.layout import CALL_OPENING, CALL_STEP
+from ironbatch.layout import BACKEND_PROBLEMS, CALL_OPENING, CALL_STEP
 
 NS_PER_S = 1_000_000_000
 HEALTH_GRACE_NS = 2 * NS_PER_S
@@ -23,6 +23,8 @@ def health_problem(header: Any, now_ns: int) -> str | None:
             f"device hung: the scheduler (process {header['scheduler_pid']}) was killed and does not end, being in a"
             " call to its device that cannot be interrupted"
         )
+    if told := BACKEND_PROBLEMS.get(int(header["backend_problem"])):
+        return told
     if not header["scheduler_ready"]:
         return f"the scheduler is starting, or opens its backend (start {header['epoch']}); the server's log says more"
     return progress_problem(header, now_ns)

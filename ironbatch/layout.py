@@ -1,6 +1,7 @@
 """Every dtype that processes share, declared once.
 
-One shared-memory segment holds a header and six tables: lanes, lane entries, slots, tokens, the running and metrics.
+One shared-memory segment holds a header and seven tables: lanes, lane entries, slots, tokens, texts, the running and
+metrics.
 Configuration changes counts and offsets, never a dtype, so that a flag never costs a compilation.
 
 Rules that make the layout reviewable:
@@ -17,11 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ironbatch import limits
+
 CACHE_LINE_BYTES = 64
 WORD_BYTES = 8
 
 MAGIC = 0x3148435441424E49  # "INBATCH1", little-endian
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 FIRST_LOCKED_LAYOUT = 4
 """Since this one a segment's creator holds a lock on its file (shm/stale.py); of an older one nobody can tell whether
 it lives."""
@@ -83,6 +86,8 @@ HEADER = _table(
         ("max_request_tokens", "<i8"),
         ("created_ns", "<i8"),
         ("running_offset", "<i8"),
+        ("texts_offset", "<i8"),
+        ("text_row_bytes", "<i8"),  # 0: the engine's backend has no text, and there are no such rows
     ),
     # The supervisor. Whoever stops the system writes the two of draining: the supervisor, or the gunicorn that has
     # started it.
@@ -102,9 +107,11 @@ HEADER = _table(
         ("scheduler_pid", "<i8"),
         ("longest_request_tokens", "<i8"),  # with the device's limits; `max_request_tokens` is without
         ("most_choices", "<i8"),  # sequences that can be admitted at once
+        ("usable_slots", "<i8"),  # of `num_slots`: so many run at once with this backend, and may be queued; 0: all
         ("listed_epoch", "<i8"),  # of the scheduler that has written the table of the running
         ("listed_count", "<i8"),  # its entries
         ("in_quarantine", "<i8"),  # one sequence runs alone, as a suspect
+        ("backend_problem", "<i8"),  # one of BACKEND_...: why what the backend asks does not answer
     ),
     # The scheduler sets it before it sleeps; whoever rings its doorbell exchanges it for 0.
     (("scheduler_sleeping", "<i8"),),
@@ -178,6 +185,17 @@ CALL_NONE = 0
 CALL_STEP = 1  # from a plan with rows to the end of its commit
 CALL_OPENING = 2  # its backend is lost, and is opened anew, which may take any time
 
+# Why a backend that asks somebody else has nobody to ask (HEADER.backend_problem), with what /health says of it.
+BACKEND_WELL = 0
+BACKEND_AWAY = 1
+BACKEND_BUSY = 2
+BACKEND_MISSET = 3
+BACKEND_PROBLEMS = {
+    BACKEND_AWAY: "the model server cannot be reached, or still loads its model; it is asked again and again",
+    BACKEND_BUSY: "the model server answers that it is overloaded; it is asked again and again",
+    BACKEND_MISSET: "the model server does not answer as one should; the server's log says how",
+}
+
 NO_SLOT = -1
 
 METRICS = _table(
@@ -209,6 +227,7 @@ METRICS = _table(
         ("copied_blocks", "<i8"),
         ("audits", "<i8"),
         ("audit_failures", "<i8"),
+        ("pieces_without_id", "<i8"),  # of tokens_generated: a piece of text of which nobody said which token it is
     ),
     # Counters of the scheduler: how long sequences have waited, by reason, in the order of WAIT_REASONS.
     (
@@ -245,6 +264,10 @@ WAIT_REASONS = ("step", "slots", "tokens", "blocks", "device")
 # Request flags (SLOT.flags).
 FLAG_TOKEN_IDS = 1  # the prompt's token ids stand in the token row; otherwise only their count is known
 FLAG_IGNORE_EOS = 2
+FLAG_TEXT = 4  # the prompt's text stands in the text row
+
+NO_TOKEN_ID = -2
+"""In a token row: a token whose id is not known, only its text. (-1 is what no end-of-sequence token is.)"""
 
 # Finish reasons (bits 24..31 of SLOT.published).
 FINISH_NONE = 0
@@ -256,6 +279,8 @@ FINISH_WITHOUT_TOKEN = 0x80
 """A flag on FINISH_LENGTH and FINISH_STOP: the backend ended the sequence in a step that gave it no token. Without it
 the last token's line would be the last one or not, depending on whether its worker was in time to see it alone."""
 
+OUTPUT_CODE_SHIFT = 8
+"""What a backend hands to the commit is FINISH_ERROR | error code << this; without a code it is ERROR_REQUEST."""
 
 # Error codes (SLOT.error_code), with the sentence a client reads.
 ERROR_NONE = 0
@@ -265,6 +290,7 @@ ERROR_REQUEST = 3
 ERROR_INVALID = 4
 ERROR_NO_BLOCKS = 5
 ERROR_POISON = 6
+ERROR_UNAVAILABLE = 7
 ERROR_MESSAGES = {
     ERROR_BACKEND: "the backend failed while it computed this request; the server's log says why",
     ERROR_LOST: "the engine restarted, and this backend cannot continue a sequence that it has begun; send it again",
@@ -272,6 +298,7 @@ ERROR_MESSAGES = {
     ERROR_INVALID: "the request reached the scheduler with values outside the engine's limits",
     ERROR_NO_BLOCKS: "the request ran alone and outgrew the KV pool; the server's log says more",
     ERROR_POISON: "the scheduler died again and again while it computed this request, at last twice with it alone",
+    ERROR_UNAVAILABLE: "the model server is away, for longer than a request may wait; send it again later",
 }
 
 # The published word.
@@ -304,6 +331,7 @@ class Offsets(NamedTuple):
     entries: int
     slots: int
     tokens: int
+    texts: int
     running: int
     metrics: int
     total: int
@@ -323,26 +351,49 @@ def token_row_tokens(max_model_len: int) -> int:
     return cache_lines * CACHE_LINE_BYTES // TOKEN_BYTES
 
 
+TEXT_BYTES_PER_TOKEN = limits.TEXT_BYTES
+"""Of a text row, prompt and output together: an English token has 4 to 5 bytes, and each piece one or two more."""
+
+TEXT_NOTE_BYTES = 512
+TEXT_HEAD = np.dtype(
+    {
+        "names": ["prompt_bytes", "note_bytes", "usage_prompt_tokens", "usage_completion_tokens"],
+        "formats": ["<i8", "<i8", "<i8", "<i8"],
+        "itemsize": CACHE_LINE_BYTES,
+    }
+)
+"""The beginning of a text row, which the worker writes before the submit: the prompt's length, and for the scheduler,
+which writes them before the end is published, the length of the note (0) and the usage (-1: not told)."""
+
+
+def text_row_bytes(max_model_len: int) -> int:
+    """Length of one slot's text row: its head, prompt and pieces, and the note; an odd number of cache lines."""
+    size = TEXT_HEAD.itemsize + max_model_len * TEXT_BYTES_PER_TOKEN + limits.TEXT_SLACK_BYTES + TEXT_NOTE_BYTES
+    return (-(-size // CACHE_LINE_BYTES) | 1) * CACHE_LINE_BYTES
+
+
 def running_bytes(num_slots: int) -> int:
     """Length of the table of the running in bytes: an int32 for each slot, in whole cache lines."""
     return -(-num_slots * 4 // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
 
 
-def offsets(*, num_slots: int, num_lanes: int, max_model_len: int) -> Offsets:
+def offsets(*, num_slots: int, num_lanes: int, max_model_len: int, has_text: bool = False) -> Offsets:
     """Place the tables one behind the other; all sizes are multiples of a cache line."""
     lanes = HEADER.itemsize
     entries = lanes + num_lanes * LANE.itemsize
     slots = entries + num_lanes * lane_entries(num_slots) * LANE_ENTRY.itemsize
     tokens = slots + num_slots * SLOT.itemsize
-    running = tokens + num_slots * token_row_tokens(max_model_len) * TOKEN_BYTES
+    texts = tokens + num_slots * token_row_tokens(max_model_len) * TOKEN_BYTES
+    running = texts + (num_slots * text_row_bytes(max_model_len) if has_text else 0)
     metrics = running + running_bytes(num_slots)
-    return Offsets(lanes, entries, slots, tokens, running, metrics, metrics + (1 + num_lanes) * METRICS.itemsize)
+    total = metrics + (1 + num_lanes) * METRICS.itemsize
+    return Offsets(lanes, entries, slots, tokens, texts, running, metrics, total)
 
 
-def segment_bytes(*, num_slots: int, num_lanes: int, max_model_len: int) -> int:
+def segment_bytes(*, num_slots: int, num_lanes: int, max_model_len: int, has_text: bool = False) -> int:
     """Size of the whole segment in bytes."""
-    return offsets(num_slots=num_slots, num_lanes=num_lanes, max_model_len=max_model_len).total
+    return offsets(num_slots=num_slots, num_lanes=num_lanes, max_model_len=max_model_len, has_text=has_text).total
 
 
-for _dtype, _bytes in ((HEADER, 384), (LANE, 320), (LANE_ENTRY, 16), (SLOT, 320), (METRICS, 384 + 2 * 8 * 896)):
+for _dtype, _bytes in ((HEADER, 448), (LANE, 320), (LANE_ENTRY, 16), (SLOT, 320), (METRICS, 384 + 2 * 8 * 896)):
     assert _dtype.itemsize == _bytes, f"layout changed: {_dtype.names} has {_dtype.itemsize} bytes, not {_bytes}"

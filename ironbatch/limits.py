@@ -99,6 +99,8 @@ WORKERS: Final = Bound(1, 64)
 MAX_SEGMENT_BYTES: Final = 64 * GIB
 SLOT_OVERHEAD_BYTES: Final = 320  # a slot's record
 TOKEN_BYTES: Final = 4
+TEXT_BYTES: Final = 6  # a token's share of a text row; layout.TEXT_BYTES_PER_TOKEN
+TEXT_SLACK_BYTES: Final = KIB  # of a text row beyond that: short ones need more
 
 # The HTTP side
 PORT: Final = Bound(0, 65_535)
@@ -113,6 +115,13 @@ HTTP_TIMEOUT_S: Final = Bound(1, 86_400)
 MAX_CONNECTIONS: Final = Bound(1, 1_000_000)  # of a web worker
 MAX_HEAD_BYTES: Final = 64 * KIB  # request line and headers together
 MIN_BODY_RATE: Final = 100  # bytes a second, on average, of a body that takes longer than the body time-out
+
+# The real backend
+MAX_MODEL_NAME_CHARS: Final = 200
+BACKEND_SLOTS: Final = Bound(0, MAX_RUNNING_SEQS.high)
+BACKEND_WAIT_S: Final = Bound(0, 86_400)
+BACKEND_TIMEOUT_S: Final = Bound(1, 86_400)
+BACKEND_RETRIES: Final = Bound(0, 100)
 
 # The mock: its KV in host memory, its latency model
 MAX_MOCK_KV_BYTES: Final = 8 * GIB
@@ -166,9 +175,10 @@ def choice_blocks(prompt_tokens: int, max_new_tokens: int, kv_block_size: int) -
     return first, first - (prompt_tokens - 1) // kv_block_size
 
 
-def approximate_segment_bytes(slots: int, max_model_len: int) -> int:
+def approximate_segment_bytes(slots: int, max_model_len: int, *, has_text: bool = False) -> int:
     """The segment's size but for header, lanes and metrics; `layout.segment_bytes` knows the exact one."""
-    return slots * (max_model_len * TOKEN_BYTES + SLOT_OVERHEAD_BYTES)
+    token_bytes = TOKEN_BYTES + (TEXT_BYTES if has_text else 0)
+    return slots * (max_model_len * token_bytes + SLOT_OVERHEAD_BYTES)
 
 
 def mock_longest_step_ns(  # noqa: PLR0913 - the terms of one sum
@@ -213,10 +223,12 @@ def slots_problem(max_running_seqs: int, max_queued_requests: int) -> str | None
     )
 
 
-def segment_problem(max_running_seqs: int, max_queued_requests: int, max_model_len: int) -> str | None:
+def segment_problem(
+    max_running_seqs: int, max_queued_requests: int, max_model_len: int, *, has_text: bool = False
+) -> str | None:
     """Whether the segment stays within MAX_SEGMENT_BYTES."""
     slots = num_slots(max_running_seqs, max_queued_requests)
-    segment_bytes = approximate_segment_bytes(slots, max_model_len)
+    segment_bytes = approximate_segment_bytes(slots, max_model_len, has_text=has_text)
     if segment_bytes <= MAX_SEGMENT_BYTES:
         return None
     return (

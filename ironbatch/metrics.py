@@ -50,6 +50,7 @@ _WORKER_COUNTERS = (
     "chunks_delivered",
 )
 _LATER_WORKER_COUNTERS = ("requests_timed_out",)
+_LATEST_SCHEDULER_VALUES = ("pieces_without_id",)
 
 
 def snapshot(metrics: NDArray[Any], elapsed_ns: int) -> dict[str, int]:
@@ -81,6 +82,7 @@ def snapshot(metrics: NDArray[Any], elapsed_ns: int) -> dict[str, int]:
         values[f"ttft_p{percent}_us"] = int(histogram_percentile(ttft_us, percent / 100))
     values |= {name: int(scheduler[name]) for name in _LATER_SCHEDULER_VALUES}
     values |= {name: int(workers[name].sum()) for name in _LATER_WORKER_COUNTERS}
+    values |= {name: int(scheduler[name]) for name in _LATEST_SCHEDULER_VALUES}
     return values
 
 

@@ -27,6 +27,7 @@ from ironbatch.draining import ERROR_LINE_S, NS_PER_S, STOP_BEYOND_DRAIN_S, WEB_
 from ironbatch.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, StartError
 from ironbatch.health import health_problem, progress_problem
 from ironbatch.listener import bind_listener, few_descriptors_problem, url_of
+from ironbatch.named_files import file_problems
 from ironbatch.processes import (
     CHILD_ENVIRONMENT,
     OUT_OF_MEMORY,
@@ -46,6 +47,7 @@ _log = logging.getLogger("ironbatch.supervisor")
 
 READY_POLL_S = 0.02
 COMPILE_LIMIT_S = 600.0  # on any machine; a service manager that would wait for less is asked for so much
+START_BEYOND_WAIT_S = 30.0  # what a start takes beside the wait for a model server
 STDIN = 0
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -57,9 +59,12 @@ def serve(config: Config) -> int:
 
     Raises:
         StartError: port taken, address that can't be bound, no shared memory.
+        ConfigError: a file that the configuration names is no such file.
     """
     signals = StartSignals()
     _prepare(config)
+    if problems := file_problems(config):
+        raise ConfigError(problems)
     with contextlib.ExitStack() as stack:
         manager = stack.enter_context(contextlib.closing(ServiceManager.from_environ(os.environ, MonotonicClock())))
         listener = stack.enter_context(bind_listener(config))
@@ -163,7 +168,9 @@ class Supervisor:
                 "compiling the kernels, for the first time or after a change", limit_s=COMPILE_LIMIT_S
             )
         self._keeper.warm_up()
-        self._manager.starting("starting the scheduler and the web workers")
+        # A model server may be waited for; without one there is no start, and this says so in time.
+        limit_s = self._config.backend_wait_s + START_BEYOND_WAIT_S if self._config.has_text else None
+        self._manager.starting("starting the scheduler and the web workers", limit_s=limit_s)
 
     def _wait(self, signals: int) -> list[int]:
         """Sleep until something is due. Returns the signals; where there is a lifeline, it alone says stop."""

@@ -31,6 +31,7 @@ class Case:
     most_new: int = 12
     loss_chance: float = 0.0  # of the backend
     failure_chance: float = 0.0  # of a plan
+    reserves: bool = False  # the backend wants no preemption
 
     @property
     def config(self) -> Config:
@@ -51,6 +52,7 @@ class Case:
             limits_running=running_limit < config.running_limit,
             limits_tokens=batch_tokens < config.max_batch_tokens,
             tokens_per_step=limits.get("max_tokens_per_step", 1),
+            reserves=self.reserves,
             eos_token_id=EOS,
             aging_ns=config.priority_aging_s * SECOND,
             has_prefix_cache=not config.no_prefix_cache,
@@ -152,6 +154,10 @@ CASES = {
     "groups, no cache": Case(TIGHT | {"no_prefix_cache": True}, **GROUPS),
     "groups in small chunks": Case({"total_kv_blocks": 24, "kv_block_size": 2, "max_batch_tokens": 6}, **GROUPS),
     "groups and several tokens": Case(TIGHT, {"max_tokens_per_step": 3}, **GROUPS),
+    "all reserved": Case(TIGHT | {"priority_aging_s": 3}, reserves=True, **ALL),
+    "all reserved, several tokens, losses": Case(
+        TIGHT, {"max_tokens_per_step": 3}, loss_chance=0.02, failure_chance=0.02, reserves=True, **ALL
+    ),
     "everything": Case(TIGHT | {"priority_aging_s": 3}, **ALL),
     "everything in blocks of one": Case(
         {"total_kv_blocks": 30, "kv_block_size": 1, "priority_aging_s": 3}, most_prompt=10, most_new=6, **ALL

@@ -134,6 +134,7 @@ class Scheduler:
     batch_tokens: int
     running_limit: int
     tokens_per_step: int = 1
+    reserves: bool = False  # blocks for all of a sequence at its admission; nobody makes way
     eos_token_id: int = -1
     aging_ns: int = 0
     has_prefix_cache: bool = True
@@ -296,7 +297,7 @@ class Scheduler:
     # 2. Make way.
 
     def _make_way(self) -> None:
-        if not self.waiting or not self._is_lower_than_head(self.running):
+        if self.reserves or not self.waiting or not self._is_lower_than_head(self.running):
             return
         for sequence in self.running:  # only here do the running age, too
             sequence.priority_class = min(sequence.priority_class, aged_class(sequence, self.aging_ns, self.now_ns))
@@ -454,7 +455,9 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------ sizes and limits
 
     def _blocks_for_next(self, sequence: Sequence) -> int:
-        """Blocks for the context and whatever the next emission can add to it."""
+        """Blocks for the context and whatever the next emission can add to it, or for all that will ever come."""
+        if self.reserves:
+            return math.ceil(sequence.longest / self.block_size)
         return math.ceil(min(sequence.context + self.tokens_per_step, sequence.longest) / self.block_size)
 
     def _own_part(self, fork: Sequence) -> int:

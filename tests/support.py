@@ -34,6 +34,7 @@ from ironbatch.kernels.violations import SOUND, VIOLATIONS
 from ironbatch.scheduler.step import Scheduler
 from ironbatch.shm.segment import Segment
 from ironbatch.shm.wakeup import Doorbell
+from ironbatch.text_rows import NO_USAGE, TextRow, TokenUsage
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0, what: str = "the condition") -> None:
@@ -111,6 +112,9 @@ class Stream:
     token_ids: list[int] = field(default_factory=list)
     reason: int = layout.FINISH_NONE
     error_code: int = layout.ERROR_NONE
+    texts: list[str] = field(default_factory=list)  # of a backend that has text: a piece for each token
+    note: str = ""
+    usage: TokenUsage = NO_USAGE
 
     @property
     def is_over(self) -> bool:
@@ -160,13 +164,18 @@ class FakeWorker:
     def try_submit_group(self, prompt_tokens: int, max_new_tokens: int, n: int, **fields: Any) -> list[Stream]:
         """Claim `n` slots, write the request's choices and hand them over at once. Empty if there are too few.
 
-        `fields` are the slot's, and `prompt_token_ids` and `salt`.
+        `fields` are the slot's, and `prompt_token_ids`, `prompt_text` and `salt`.
         """
         slots = sorted(self._claim_many(n))
+        text = fields.pop("prompt_text", None)
+        if self.segment.texts.size:
+            for slot in slots:
+                TextRow(self.segment.texts[slot]).write_prompt(b"" if text is None else text.encode())
         token_ids = fields.pop("prompt_token_ids", None)
         request = {"arrival_ns": 0, "priority": 0, "seed": 0, "flags": 0} | fields
         request["salt_a"], request["salt_b"] = request.pop("salt", (0, 0))
         request["flags"] |= 0 if token_ids is None else layout.FLAG_TOKEN_IDS
+        request["flags"] |= 0 if text is None else layout.FLAG_TEXT
         request |= {"prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
         streams = []
         for index, slot in enumerate(slots):
@@ -237,6 +246,11 @@ class FakeWorker:
             start = stream.prompt_tokens
             stream.token_ids += self.segment.tokens[slot, start + before : start + produced].tolist()
             stream.reason, stream.error_code = reason, error
+            if self.segment.texts.size:
+                row = TextRow(self.segment.texts[slot])
+                pieces, _ = row.read(row.first_piece, produced)
+                stream.texts = [piece.decode() for piece in pieces]
+                stream.note, stream.usage = row.note, row.usage
             if reason != layout.FINISH_NONE:
                 del self.streams[slot]
             told.append(stream)
@@ -334,7 +348,7 @@ class SmallEngine:
 
 
 @contextlib.contextmanager
-def small_engine(backend: Callable[[Config], Backend] = MockBackend, **options: Any) -> Iterator[SmallEngine]:
+def small_engine(backend: Callable[[Config], Backend] = MockBackend, /, **options: Any) -> Iterator[SmallEngine]:
     """A small engine with `options` of the configuration; nothing of it is left in /dev/shm afterwards."""
     engine = SmallEngine(backend, small_config(**options))
     try:

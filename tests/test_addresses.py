@@ -2,7 +2,7 @@
 
 import pytest
 
-from ironbatch.addresses import split_addr
+from ironbatch.addresses import http_url_problem, split_addr
 
 
 def problem(addr: str) -> str:
@@ -54,3 +54,48 @@ def test_bad_addresses_tell_the_remedy(addr: str, told: str) -> None:
 def test_what_is_no_host_name(host: str) -> None:
     told = problem(f"{host}:80")
     assert "is not a host name" in told or "is ambiguous" in told
+
+
+# ----------------------------------------------------------------------------------------------- URLs of a model server
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:8000/v1",
+        "https://models.example.org/v1/",
+        "http://[::1]:8000",
+        "HTTP://localhost/a/b%20c",
+        "http://host_1:65535/v1",
+    ],
+)
+def test_urls_to_ask(url: str) -> None:
+    assert http_url_problem(url) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("127.0.0.1:8000/v1", "no http or https URL"),
+        ("localhost", "no http or https URL"),
+        ("ftp://host/v1", "no http or https URL"),
+        ("http:///v1", "names no host"),
+        ("http://", "names no host"),
+        ("http://host:0/v1", "port 0"),
+        ("http://host:70000/v1", "no URL"),
+        ("http://host:x/v1", "no URL"),
+        ("http://[::1/v1", "no URL"),
+        ("http://user:secret@host/v1", "--backend-api-key-file"),
+        ("http://host/v1?key=secret", "query"),
+        ("http://host/v1#top", "query or a fragment"),
+        ("http://ho$t/v1", "neither a host name nor an address"),
+        ("http://1.2.3.4.5/v1", "neither a host name nor an address"),
+    ],
+)
+def test_urls_that_cannot_be_asked(url: str, told: str) -> None:
+    problem = http_url_problem(url)
+    assert problem is not None
+    assert told in problem
+    assert "secret" not in problem or "?" in url
+    assert "\n" not in problem
+    assert "interfaces" not in problem, "that is a word about listening"

@@ -79,7 +79,16 @@ def test_bad_configuration_is_not_reported() -> None:
 def test_tables_add_up_to_what_the_engine_really_makes() -> None:
     config = Config(max_model_len=100, max_running_seqs=3, max_queued_requests=4, workers=1)
     found = memory(PLENTY, config)
-    assert list(found["tables_bytes"]) == ["header", "lanes", "entries", "slots", "tokens", "running", "metrics"]
+    assert list(found["tables_bytes"]) == [
+        "header",
+        "lanes",
+        "entries",
+        "slots",
+        "tokens",
+        "texts",
+        "running",
+        "metrics",
+    ]
     assert sum(found["tables_bytes"].values()) == found["segment_bytes"]
     assert found["tables_bytes"]["slots"] == 7 * layout.SLOT.itemsize
     assert found["tables_bytes"]["header"] == layout.HEADER.itemsize

@@ -167,6 +167,7 @@ def test_arguments_are_the_processes_own_by_default(
     assert supervisor.configs == [Config(workers=4)]
 
 
+ONLY_REAL = {"backend_model", "backend_api_key_file"}
 GOOD_VALUES = {
     "addr": "[::1]:0",
     "kv_block_size": "32",
@@ -175,14 +176,16 @@ GOOD_VALUES = {
     "log_format": "json",
     "no_prefix_cache": "true",
     "mock_kv": "true",
+    "backend_continue": "true",
+    "tokenizer": "byte",
 }
 
 
 @pytest.mark.parametrize("option", options(), ids=lambda option: option.flag)
 def test_every_option_is_a_flag(option: object, supervisor: FakeSupervisor, capsys: Capture) -> None:
     name, flag, default = option.name, option.flag, option.default  # type: ignore[attr-defined]
-    if name in {"backend", "backend_url", "device"}:  # these have no other value that stands alone
-        (told,) = errors(["serve", flag, "x"], capsys)
+    if name in {"backend", "backend_url", "device", *ONLY_REAL}:  # these have no other value that stands alone
+        (told,) = errors(["serve", flag, "true"], capsys)
         assert told.startswith(f"{flag}")
         return
     value = GOOD_VALUES.get(name) or str(default + 1)
@@ -227,13 +230,13 @@ def test_all_problems_are_told_and_nothing_is_started(
     supervisor: FakeSupervisor, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setenv("IRONBATCH_MAX_MODEL_LEN", "0")
-    to_come = (
-        f"--backend: 'real' comes in a later version; until then use {' or '.join(backend_names())}, or install a"
+    unknown = (
+        f"--backend: 'none' is not a backend of this installation; use {' or '.join(backend_names())}, or install a"
         f" plug-in (entry-point group {BACKEND_GROUP})"
     )
-    assert errors(["serve", "--workers", "65", "--seed", "-1", "--backend", "real"], capsys) == [
+    assert errors(["serve", "--workers", "65", "--seed", "-1", "--backend", "none"], capsys) == [
         "--workers: 65 is not between 1 and 64; use 64 or less",
-        to_come,
+        unknown,
         "IRONBATCH_MAX_MODEL_LEN: 0 is not between 2 and 1048576; use 2 or more",
         "--seed: -1 is not between 0 and 9223372036854775807; use 0 or more",
     ]

@@ -36,8 +36,13 @@ class WholeNumber(NamedTuple):
 
 
 ONE_SEQUENCE = (("max_running_seqs", "1"), ("max_model_len", "16"))
+REAL = (("backend", "real"), ("backend_url", "http://127.0.0.1:8000/v1"))
 WHOLE_NUMBERS = [
     WholeNumber("--workers", 2, 1, 64),
+    WholeNumber("--backend-slots", 0, 0, 65_536),
+    WholeNumber("--backend-wait-s", 60, 0, 86_400),
+    WholeNumber("--backend-timeout-s", 120, 1, 86_400),
+    WholeNumber("--backend-retries", 2, 0, 100),
     WholeNumber("--total-kv-blocks", 4096, 1, 16 * MILLION),
     WholeNumber("--kv-block-size", 16, 1, 256),
     WholeNumber("--max-batch-tokens", 8192, 1, MILLION),
@@ -65,13 +70,16 @@ OTHERS = {
     "--addr": "0.0.0.0:8080",
     "--backend": "mock",
     "--backend-url": "",
+    "--backend-model": "",
+    "--backend-api-key-file": "",
+    "--tokenizer": "",
     "--device": "",
     "--mock-eos-prob": 0.0,
     "--log-level": "info",
     "--log-format": "text",
 }
 
-SWITCHES = ["--no-prefix-cache", "--mock-kv"]
+SWITCHES = ["--backend-continue", "--no-prefix-cache", "--mock-kv"]
 
 MOCK_STEP_FLAGS = [
     *("--mock-token-latency-us", "--mock-prefill-token-latency-ns", "--mock-sequence-latency-ns"),
@@ -154,7 +162,7 @@ def test_flag_outranks_variable_outranks_default() -> None:
 def test_all_problems_are_told_at_once_in_the_order_of_the_help() -> None:
     told = problems(
         {"workers": "0", "kv_block_size": "17", "addr": "nowhere", "mock_eos_prob": "2", "log_level": "loud"},
-        {"IRONBATCH_MAX_MODEL_LEN": "x", "IRONBATCH_BACKEND": "real"},
+        {"IRONBATCH_MAX_MODEL_LEN": "x", "IRONBATCH_BACKEND": "nothing"},
     )
     assert [text.partition(":")[0] for text in told] == [
         "--addr",
@@ -256,21 +264,13 @@ def with_plugins(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
 
 
-def test_backend_to_come_is_refused_with_a_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_plugins(monkeypatch, "real")  # a plug-in can't take such a name either
-    assert problem({"backend": "real"}) == (
-        "--backend: 'real' comes in a later version; until then use mock or device,"
-        " or install a plug-in (entry-point group ironbatch.backends)"
-    )
-
-
 def test_plug_ins_are_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     with_plugins(monkeypatch, "zeta", "alpha")
     config = Config.load({"backend": "zeta", "backend_url": "http://model:1/x?y"}, {})
     assert (config.backend, config.backend_url) == ("zeta", "http://model:1/x?y")
     assert problem({"backend": "beta"}) == (
-        "--backend: 'beta' is not a backend of this installation; use mock or device or alpha or"
-        " zeta,"
+        "--backend: 'beta' is not a backend of this installation; use mock or device or real or"
+        " alpha or zeta,"
         " or install a plug-in (entry-point group ironbatch.backends)"
     )
 
@@ -371,6 +371,21 @@ def test_no_log_level() -> None:
             {"backend_url": "http://x"},
             "--backend-url, --backend",
             "'http://x' means nothing to the mock backend; remove it, or choose a backend that uses a URL",
+        ),
+        (
+            {"backend": "real"},
+            "--backend-url, --backend",
+            "the real backend needs the URL of a model server, such as --backend-url http://127.0.0.1:8000/v1",
+        ),
+        (
+            {"backend_model": "m"},
+            "--backend-model, --backend",
+            "the backend 'mock' is not the real one, to which alone it means something; remove it",
+        ),
+        (
+            {**dict(REAL), "max_queued_requests": "10000", "max_model_len": str(MILLION)},
+            "--max-running-seqs, --max-queued-requests, --max-model-len, --backend",
+            "need 100.2 GiB of shared memory, over the limit of 64 GiB; lower one of them",
         ),
         (
             {"mock_kv": "true", "total_kv_blocks": str(16 * MILLION), "kv_block_size": "256"},

@@ -29,6 +29,7 @@ LATER_KEYS = [
     "waited_blocks_us",
     "waited_device_us",
     "requests_timed_out",
+    "pieces_without_id",
 ]
 HISTOGRAMS = ("ttft_us", "inter_token_us")
 COUNTERS = [name for name in layout.METRICS.names or () if name not in HISTOGRAMS]

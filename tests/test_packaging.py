@@ -75,7 +75,9 @@ def test_the_pinned_build_backend_is_one_that_pyproject_accepts() -> None:
     assert backend.specifier.contains(pins()[canonicalize_name(backend.name)])
 
 
-@pytest.mark.parametrize("name", ["constraints.txt", "pyproject.toml", "Makefile", ".pre-commit-config.yaml"])
+@pytest.mark.parametrize(
+    "name", ["constraints.txt", "constraints-real.txt", "pyproject.toml", "Makefile", ".pre-commit-config.yaml"]
+)
 def test_no_file_says_where_packages_are_downloaded_from(name: str) -> None:
     text = (ROOT / name).read_text()
     address = (

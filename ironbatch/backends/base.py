@@ -4,8 +4,8 @@ One `Backend` lives in the scheduler process and is called from its only thread.
 
 * a synchronous device or model: `execute` computes and returns;
 * a device with fences: `execute` submits, waits for the fence in slices, returns (`device.py` is such a backend);
-* streams whose tokens arrive when they arrive: `execute` waits until at least one token is there (or some time has
-  passed), and returns 0..n tokens a sequence.
+* streams whose tokens come by themselves: `execute` returns at once with the 0..n tokens a sequence that are there, and
+  where there are none the scheduler sleeps until the backend rings its `news` (`real.py` is such a backend).
 
 docs/backends.md shows a complete plug-in.
 """
@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ from ironbatch.backends.limits import NO_LIMITS, BatchLimits, padded
 from ironbatch.kernels.arena import StateArena
 from ironbatch.kernels.plan import fill_plan_tokens
 from ironbatch.shm.segment import Segment
+from ironbatch.shm.wakeup import Doorbell
+from ironbatch.text_rows import TextRow
 
 __all__ = [
     "FINISH_ERROR",
@@ -37,7 +39,9 @@ __all__ = [
     "BatchPlan",
     "EngineLimits",
     "KVGeometry",
+    "SequenceRequest",
     "StepOutput",
+    "finish_error",
 ]
 
 FINISH_LENGTH = layout.FINISH_LENGTH
@@ -63,6 +67,21 @@ class EngineLimits:
     max_request_tokens: int  # prompt and output of one sequence
 
 
+class SequenceRequest(NamedTuple):
+    """What a sequence was asked to be, and what it has become: for a backend that hands it on as a whole."""
+
+    prompt_tokens: int
+    prompt_ids: NDArray[np.int32] | None  # int32[prompt_tokens]; None when only their number is known, or only text
+    prompt_text: bytes | None  # UTF-8; None when the prompt was no text
+    output_ids: NDArray[np.int32]  # int32[produced so far]; NO_TOKEN_ID where it is not known
+    max_new_tokens: int
+    seed: int
+    temperature: float
+    top_p: float
+    top_k: int  # 0: off
+    ignore_eos: bool
+
+
 class StepOutput:
     """What a step emitted. The scheduler owns the memory; a plan hands it out ready for the usual case.
 
@@ -71,7 +90,7 @@ class StepOutput:
         `BatchLimits.max_tokens_per_step`.
     token_ids: int32[>= sum(counts)], the tokens, row after row without gaps.
     finish_reasons: int32[>= rows], preset to 0: the engine ends sequences at `max_new_tokens` and at `eos_token_id`. A
-        backend that knows more sets FINISH_STOP, FINISH_LENGTH or FINISH_ERROR.
+        backend that knows more sets FINISH_STOP, FINISH_LENGTH or FINISH_ERROR, or `finish_error(code)`.
     """
 
     __slots__ = ("counts", "finish_reasons", "token_ids")
@@ -80,6 +99,11 @@ class StepOutput:
         self.counts = counts
         self.token_ids = token_ids
         self.finish_reasons = finish
+
+
+def finish_error(error_code: int) -> int:
+    """The finish reason of a sequence that fails with one of `layout.ERROR_...`; bare FINISH_ERROR is ERROR_REQUEST."""
+    return FINISH_ERROR | error_code << layout.OUTPUT_CODE_SHIFT
 
 
 class BatchPlan:
@@ -176,6 +200,29 @@ class BatchPlan:
         slots: NDArray[Any] = self._segment.slots[["temperature", "top_p", "top_k"]][self.rows["sequence"]]
         return slots
 
+    def request(self, sequence: int) -> SequenceRequest:
+        """All that was asked of a sequence, and its output so far. Its arrays are views of shared memory."""
+        slot = self._segment.slots[sequence]
+        fields = self._arena.views["sequences"][sequence]
+        prompt, produced = int(fields["prompt_tokens"]), int(fields["produced_tokens"])
+        flags, tokens = int(slot["flags"]), self._segment.tokens[sequence]
+        return SequenceRequest(
+            prompt_tokens=prompt,
+            prompt_ids=tokens[:prompt] if flags & layout.FLAG_TOKEN_IDS else None,
+            prompt_text=self.text_row(sequence).prompt if flags & layout.FLAG_TEXT else None,
+            output_ids=tokens[prompt : prompt + produced],
+            max_new_tokens=int(fields["max_new_tokens"]),
+            seed=int(self._arena.views["seeds"][sequence]),
+            temperature=float(slot["temperature"]),
+            top_p=float(slot["top_p"]),
+            top_k=int(slot["top_k"]),
+            ignore_eos=bool(flags & layout.FLAG_IGNORE_EOS),
+        )
+
+    def text_row(self, sequence: int) -> TextRow:
+        """Where a sequence's text stands; only for a backend of `config.TEXT_BACKENDS`."""
+        return TextRow(self._segment.texts[sequence])
+
     @cached_property
     def num_sequences(self) -> int:
         """Sequence ids are below this."""
@@ -186,8 +233,17 @@ def do_nothing() -> None:
     """For whoever does not care that a backend is alive."""
 
 
+def never() -> bool:
+    """For whoever is never told to stop."""
+    return False
+
+
+def keep_to_oneself(problem: int) -> None:
+    """For whoever does not care what a backend waits for."""
+
+
 class Backend(ABC):
-    """Computes plans. Made by `Backend(config)`, then `start`, `execute` and `forget` in turn, at last `close`.
+    """Computes plans. Made by `Backend(config)`, `connect`ed, `start`ed; then `execute` and `forget`; at last `close`d.
 
     Exceptions from `execute`: `BackendLost` preempts all sequences, closes the backend and starts it again;
     `RequestError` ends the sequences that it names; any other ends the sequences of the plan. The server lives on.
@@ -204,14 +260,33 @@ class Backend(ABC):
     """Says that the scheduler is alive; it sets this before `start`. A backend that waits for longer calls it at least
     every half second, but only while whatever it waits for answers: who hangs must be silent."""
 
+    is_stopping: Callable[[], bool] = staticmethod(never)
+    """Whether the scheduler is told to stop. It sets this before `connect`; a backend that waits there looks often, and
+    gives up by raising `processes.StopRequested`."""
+
+    tell_problem: Callable[[int], None] = staticmethod(keep_to_oneself)
+    """Says why there is nobody to compute (one of `layout.BACKEND_...`): /health repeats it, and new requests are
+    refused until it is called with BACKEND_WELL. The scheduler sets this before `connect`; any thread may call it."""
+
+    news: Doorbell | None = None
+    """Of a backend whose tokens come by themselves: it rings this when some have. A step in which no sequence was given
+    a token, and all wait for their next, is followed by sleep until it rings, or a request comes."""
+
     paged_kv: bool = True
     """Whether KV lives in the blocks that plans name, and stays there until the block is handed on. Prefix caching and
     forks rest on it: a backend that keeps its KV elsewhere sets False, and gets neither hits nor copies."""
+
+    reserves_output: bool = False
+    """Whether a sequence gets blocks for all of its output when it is admitted, so that it is never preempted: for a
+    backend with which to begin a sequence again costs more than blocks. Nor does a higher class displace it then."""
 
     batch_limits: BatchLimits = NO_LIMITS
 
     eos_token_id: int = -1
     """The token that ends a sequence, or -1."""
+
+    def connect(self) -> None:  # noqa: B027  most are what they are when they are made
+        """Reach what computes, and declare its limits. It may take long if it calls `beat`, and raise `StartError`."""
 
     @abstractmethod
     def start(self, kv: KVGeometry, limits: EngineLimits) -> None:

@@ -56,6 +56,7 @@ class EffectiveLimits(NamedTuple):
     running_limit: int  # rows of a plan, and running sequences
     batch_tokens: int  # new tokens of a plan
     tokens_per_step: int  # the most that one sequence may emit in one step
+    reserves: bool  # blocks for all of a sequence are taken at its admission
     mixes: bool  # a plan may hold decodes and prefill chunks
     prefill_row_limit: int  # prefill chunks of a plan; 0: no limit
     context_cap: int  # padded rows x longest context; 0: no limit
@@ -87,6 +88,7 @@ def effective_limits(config: Config, backend: Backend) -> EffectiveLimits:
         running_limit=running,
         batch_tokens=batch_tokens,
         tokens_per_step=device.max_tokens_per_step,
+        reserves=bool(backend.reserves_output),
         mixes=device.mixes_prefill_and_decode,
         prefill_row_limit=device.max_prefill_sequences or 0,
         context_cap=device.max_batch_context or 0,
@@ -161,7 +163,7 @@ def check_declarations(backend: Backend, backend_name: str) -> None:
         StartError: one line with the name, the value and the remedy.
     """
     try:
-        for name in ("resumable", "paged_kv"):
+        for name in ("resumable", "paged_kv", "reserves_output"):
             _truth(name, getattr(backend, name))
         _whole("eos_token_id", backend.eos_token_id, bounds.EOS_TOKEN_ID, otherwise=", -1 for none")
         _whole("longest_step_ns", backend.longest_step_ns, bounds.LONGEST_STEP_NS)

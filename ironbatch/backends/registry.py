@@ -56,5 +56,15 @@ def _device_class(config: Config) -> BackendFactory:
     return DeviceBackend
 
 
-OWN: Final[dict[str, Callable[[Config], BackendFactory]]] = {"mock": _mock_class, "device": _device_class}
+def _real_class(config: Config) -> BackendFactory:
+    from ironbatch.backends.real import RealBackend  # noqa: PLC0415  nobody else needs a client
+
+    return RealBackend
+
+
+OWN: Final[dict[str, Callable[[Config], BackendFactory]]] = {
+    "mock": _mock_class,
+    "device": _device_class,
+    "real": _real_class,
+}
 assert tuple(OWN) == BACKENDS

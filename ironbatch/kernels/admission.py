@@ -31,10 +31,10 @@ from ironbatch.kernels.state import (
     BUCKET_COUNT,
     CONTEXT_CAP,
     HELPS,
+    LOOKAHEAD,
     RUNNING_COUNT,
     RUNNING_IS_DEVICE,
     RUNNING_LIMIT,
-    TOKENS_PER_STEP,
 )
 from ironbatch.kernels.waits import end_wait
 
@@ -48,7 +48,7 @@ def admission_blocks(state, sequence):
     fields = sequence * SEQUENCE_WORDS
     context = state.sequences[fields + PROMPT] + state.sequences[fields + PRODUCED]
     longest = state.sequences[fields + PROMPT] + state.sequences[fields + MAX_NEW]
-    return blocks_for(state, min(context + state.header[TOKENS_PER_STEP], longest))
+    return blocks_for(state, min(context + state.header[LOOKAHEAD], longest))
 
 
 @inline

@@ -32,6 +32,7 @@ class Geometry(NamedTuple):
     running_limit: int
     batch_tokens: int
     tokens_per_step: int = 1
+    reserves: bool = False
     eos_token_id: int = -1
     prefix_cache: bool = False
     shares_kv: bool = True
@@ -120,6 +121,7 @@ class StateArena:
         g = self.geometry
         for name in set(Geometry._fields) - {"sequence_buckets"}:
             self.header[name] = getattr(g, name)
+        self.header["lookahead"] = g.max_request_tokens if g.reserves else g.tokens_per_step
         self.header["block_shift"] = g.block_size.bit_length() - 1
         self.header["blocks_per_sequence"] = self.blocks_per_sequence
         self.header["bucket_count"] = len(g.sequence_buckets)

@@ -61,11 +61,13 @@ from ironbatch.kernels.state import (
 from ironbatch.kernels.tables import prefetch_for_write
 
 INVALID_OUTPUT = -1
+MOST_ERROR = max(layout.ERROR_MESSAGES)
 
 METRIC_TOKENS = layout.word(layout.METRICS, "tokens_generated")
 METRIC_STEPS = layout.word(layout.METRICS, "steps")
 METRIC_PREFILL = layout.word(layout.METRICS, "prefill_tokens")
 METRIC_DECODE = layout.word(layout.METRICS, "decode_tokens")
+METRIC_WITHOUT_ID = layout.word(layout.METRICS, "pieces_without_id")
 METRIC_FAILED = layout.word(layout.METRICS, "sequences_failed")
 METRIC_RUNNING = layout.word(layout.METRICS, "running")
 METRIC_WAITING = layout.word(layout.METRICS, "waiting")
@@ -86,6 +88,8 @@ def append_tokens(state, shared, sequence, cursor, count, reason):
         token = state.output_tokens[token_index]
         shared.tokens[out + produced] = token
         produced += 1
+        if token == layout.NO_TOKEN_ID:
+            shared.metrics[METRIC_WITHOUT_ID] += 1
         if token == state.header[EOS_TOKEN_ID] and state.sequences[fields + SEQ_FLAGS] & layout.FLAG_IGNORE_EOS == 0:
             return produced, layout.FINISH_STOP
         if produced == limit:
@@ -126,7 +130,7 @@ def share_computed(state, shared, k):
 
 
 @subroutine
-def finish(state, shared, sequence, reason):
+def finish(state, shared, sequence, reason, error):
     """Free a finished sequence's blocks; the caller publishes it and compacts the running set."""
     if is_in_group(state, sequence):
         leave_group(state, shared, sequence)
@@ -135,7 +139,6 @@ def finish(state, shared, sequence, reason):
     release_blocks(state, sequence)
     note_forget(state, sequence)
     state.sequences[sequence * SEQUENCE_WORDS + STATUS] = STATUS_NONE
-    error = layout.ERROR_REQUEST if reason == layout.FINISH_ERROR else layout.ERROR_NONE
     shared.slots[sequence * SLOT_WORDS + ERROR_CODE] = error
     if reason == layout.FINISH_ERROR:
         shared.metrics[METRIC_FAILED] += 1
@@ -189,6 +192,13 @@ def is_sound(reason):
 
 
 @inline
+def error_of(reason):
+    """The error code in what a backend has set as a finish reason; ERROR_REQUEST if it has named none that there is."""
+    error = reason >> layout.OUTPUT_CODE_SHIFT
+    return error if layout.ERROR_NONE < error <= MOST_ERROR else layout.ERROR_REQUEST
+
+
+@inline
 def counts_are_valid(state, rows):
     """Whether no row has emitted more than the backend may. Without a branch, so that it is a few vector operations."""
     most = state.header[TOKENS_PER_STEP]
@@ -220,6 +230,7 @@ def commit(state_address, segment_address):
     cursor = 0
     generated = 0
     finished = 0
+    silent = 0
     for k in range(rows):
         if k + AHEAD < rows:
             prefetch_row(state, shared, k + AHEAD)
@@ -238,14 +249,17 @@ def commit(state_address, segment_address):
         if k >= shared_from and is_sound(reason):
             share_computed(state, shared, k)
         if reason != layout.FINISH_NONE:
+            error = layout.ERROR_NONE
             if not is_sound(reason):
+                error = error_of(reason)
                 reason = layout.FINISH_ERROR  # or a plug-in's slip
             state.output_finish[k] = layout.FINISH_NONE
             if produced == before and reason != layout.FINISH_ERROR:
                 reason |= layout.FINISH_WITHOUT_TOKEN
-            finish(state, shared, sequence, reason)
+            finish(state, shared, sequence, reason, error)
             finished += 1
         elif produced == before:
+            silent += k < state.header[PLAN_DECODES]
             continue
         word = published_word(state.sequences[fields + SEQ_GENERATION], reason, produced)
         store_release(shared.slots, sequence * SLOT_WORDS + PUBLISHED, word)
@@ -255,7 +269,7 @@ def commit(state_address, segment_address):
     state.header[ROW_COUNT] = 0
     shared.metrics[METRIC_STEPS] += 1
     shared.metrics[METRIC_TOKENS] += generated
-    shared.metrics[METRIC_DECODE] += state.header[PLAN_DECODES]
+    shared.metrics[METRIC_DECODE] += state.header[PLAN_DECODES] - silent  # a stream without news computed nothing
     shared.metrics[METRIC_PREFILL] += state.header[PLAN_TOKENS] - state.header[PLAN_DECODES]
     set_gauges(state, shared)
     count = gather_wakes(state, shared)

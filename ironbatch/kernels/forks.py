@@ -39,11 +39,11 @@ from ironbatch.kernels.state import (
     BLOCK_SIZE,
     BLOCKS_PER_SEQUENCE,
     HELPS,
+    LOOKAHEAD,
     OWED_COPIES,
     PENDING_FORKS,
     RESERVED_COUNT,
     ROW_COUNT,
-    TOKENS_PER_STEP,
 )
 
 NOT_FORKED = -1
@@ -73,7 +73,7 @@ def own_blocks(state, sequence):
     """How many blocks a fork needs of its own, to compute the prompt's last position and for what it emits then."""
     prompt = state.sequences[sequence * SEQUENCE_WORDS + PROMPT]
     longest = prompt + state.sequences[sequence * SEQUENCE_WORDS + MAX_NEW]
-    reach = min(prompt + state.header[TOKENS_PER_STEP], longest)
+    reach = min(prompt + state.header[LOOKAHEAD], longest)
     return blocks_for(state, reach) - shared_blocks(state, sequence)
 
 

@@ -51,6 +51,7 @@ from ironbatch.kernels.state import (
     CHUNKS_NEXT,
     COPY_COUNT,
     DISPLACED_COUNT,
+    LOOKAHEAD,
     MIXES,
     NEXT_AGING_NS,
     OWED_COPIES,
@@ -61,7 +62,6 @@ from ironbatch.kernels.state import (
     ROW_COUNT,
     RUNNING_CHANGED,
     RUNNING_COUNT,
-    TOKENS_PER_STEP,
     WAIT_REASON,
     WAITING_COUNT,
     open_plan_tokens,
@@ -93,7 +93,7 @@ def plan_decodes(state, shared):
     A victim of growth is junior to the sequence that needs its block, hence not planned yet.
     """
     header = state.header
-    lookahead = header[TOKENS_PER_STEP]
+    lookahead = header[LOOKAHEAD]
     block_shift = header[BLOCK_SHIFT]
     count = 0
     prefilling = 0

@@ -35,6 +35,7 @@ from ironbatch.kernels.state import (
     OUTGROWN_COUNT,
     PREEMPTED_COUNT,
     PREFILL_ROW_LIMIT,
+    RESERVES,
     RUNNING_COUNT,
     RUNNING_LIMIT,
 )
@@ -153,6 +154,8 @@ def room_for_chunks(state, rank):
 @inline
 def make_way(state, shared, now_ns):
     """Admit whoever outranks a running sequence before anything else is planned, if need be in the place of such."""
+    if state.header[RESERVES] != 0:
+        return
     head = first_waiting(state, 0)
     if not outranks_running(state, head):
         return

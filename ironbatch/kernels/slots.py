@@ -40,6 +40,7 @@ from ironbatch.kernels.shared import (
     TOKEN_ROW_TOKENS,
     TOKENS_DELIVERED,
     TTFT_US,
+    USABLE_SLOTS,
     WORKER_SLEEPING,
     open_shared,
     published_generation,
@@ -103,14 +104,14 @@ def slot_claim(address, owner, start):
 
 @kernel("int64(intp, int64, int64, int64)")
 def slots_claim(address, owner, start, count):
-    """Claim `count` slots for the choices of one request, all or none, looking from `start` on.
+    """Claim `count` of the usable slots for the choices of one request, all or none, looking from `start` on.
 
     Two workers that each need what the other holds both go without, and tell their clients to try again.
 
     Returns the parent, from which `next_choice` leads through all of them in ascending order; -1 when too few are free.
     """
     shared = open_shared(address)
-    num_slots = shared.header[NUM_SLOTS]
+    num_slots = shared.header[USABLE_SLOTS] if shared.header[USABLE_SLOTS] > 0 else shared.header[NUM_SLOTS]
     parent = last = layout.NO_SLOT
     claimed = 0
     for k in range(num_slots):

@@ -39,6 +39,8 @@ _HEADER_FIELDS = (
     "running_limit",
     "batch_tokens",
     "tokens_per_step",  # the most tokens that the backend can emit for one sequence in one step
+    "lookahead",  # tokens beyond its context for which a running sequence has blocks, up to its own longest
+    "reserves",  # 1: that is all of them, and nobody is displaced
     "eos_token_id",
     "prefix_cache",  # 1: on
     "shares_kv",  # 1: the backend keeps KV in blocks, so that sequences can share them
@@ -139,6 +141,8 @@ MAX_REQUEST_TOKENS = _header_word("max_request_tokens")
 RUNNING_LIMIT = _header_word("running_limit")
 BATCH_TOKENS = _header_word("batch_tokens")
 TOKENS_PER_STEP = _header_word("tokens_per_step")
+LOOKAHEAD = _header_word("lookahead")
+RESERVES = _header_word("reserves")
 EOS_TOKEN_ID = _header_word("eos_token_id")
 PREFIX_CACHE = _header_word("prefix_cache")
 SHARES_KV = _header_word("shares_kv")

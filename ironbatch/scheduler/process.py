@@ -14,9 +14,10 @@ from ironbatch.clock import Clock
 from ironbatch.config import Config
 from ironbatch.errors import StartError
 from ironbatch.kernels.lanes import arm_scheduler, disarm_scheduler
-from ironbatch.processes import die_with_parent, set_process_name
+from ironbatch.processes import StopRequested, die_with_parent, set_process_name
 from ironbatch.scheduler.step import AuditFailed, Scheduler
 from ironbatch.shm.engine import Engine
+from ironbatch.shm.wakeup import Alarm
 
 _log = logging.getLogger("ironbatch.scheduler")
 
@@ -74,11 +75,15 @@ def _main(config: Config, engine: Engine, clock: Clock) -> int:
     engine.segment.header["scheduler_pid"] = os.getpid()
     gc.freeze()
     try:
-        scheduler = Scheduler(config, engine.segment, engine.lane_bells, create_backend(config), clock)
+        backend = create_backend(config)
+        backend.is_stopping = stopping
+        scheduler = Scheduler(config, engine.segment, engine.lane_bells, backend, clock)
         waiting = scheduler.open()
     except StartError as problem:
         _log.error("%s", problem)
         return EXIT_START_FAILED
+    except StopRequested:
+        return 0
     except AuditFailed as problem:
         return _audit_failed(problem)
     except Exception:  # whatever a plug-in's start may raise
@@ -103,9 +108,11 @@ def _audit_failed(problem: AuditFailed) -> int:
 
 
 def _serve(scheduler: Scheduler, engine: Engine, stopping: Callable[[], bool]) -> None:
+    alarm = Alarm([engine.scheduler_bell] if scheduler.news is None else [engine.scheduler_bell, scheduler.news])
     while not stopping():
-        if scheduler.step() == 0 and arm_scheduler(engine.segment.address):
-            engine.scheduler_bell.wait(IDLE_WAIT_MS)
+        has_nothing_to_do = scheduler.step() == 0 or scheduler.is_waiting
+        if has_nothing_to_do and arm_scheduler(engine.segment.address):
+            alarm.wait(IDLE_WAIT_MS)
             disarm_scheduler(engine.segment.address)
 
 

@@ -42,12 +42,17 @@ LOSS_PAUSE_S = 0.05
 """After the second loss in a row; twice as long after each further one."""
 
 
+SHORT_WAIT_MS = 20
+
+
 class AuditFailed(IronbatchError):
     """The scheduler's state contradicts itself: nothing that it would do next can be trusted."""
 
 
 class Scheduler:
-    """Single-threaded. Made, then `open`ed, then `step`ped for ever.
+    """Single-threaded. Made, which may take as long as its backend needs to connect, then `open`ed, then `step`ped.
+
+    `is_waiting` says whether the last step has found every sequence waiting for tokens that come by themselves.
 
     Args:
         config: the engine's configuration.
@@ -68,8 +73,11 @@ class Scheduler:
         self._now_ns = clock.now_ns
         self._backend = backend
         backend.beat = self.beat
+        backend.tell_problem = self.tell_problem
         self._lane_bells = lane_bells
         self._segment = segment
+        self.is_waiting = False
+        backend.connect()
         limits = effective_limits(config, backend)
         self.narrowing = narrowing(config, limits)
         self.arena = StateArena(_geometry(config, limits, backend.eos_token_id))
@@ -81,6 +89,8 @@ class Scheduler:
             max_request_tokens=limits.longest_request_tokens,
         )
         self._plan = BatchPlan(self.arena, segment, backend.batch_limits)
+        # A backend that takes fewer at once has no longer queue for it.
+        self._usable_slots = min(config.num_slots, limits.running_limit + config.max_queued_requests)
         self._audit_every = config.audit_every
         self._steps_to_audit = config.audit_every
         self._audit_scratch = np.zeros(config.total_kv_blocks, np.int32)
@@ -111,11 +121,12 @@ class Scheduler:
         self._backend_is_open = True
         header["longest_request_tokens"] = self._limits.max_request_tokens
         header["most_choices"] = self._limits.max_running
+        header["usable_slots"] = self._usable_slots
         header["step_started_ns"] = self._now_ns()  # its start is over, also for those who watch it
         if not self._backend.resumable:
             end_begun(state, shared)
         self._segment.metrics[SCHEDULER_ROW]["scheduler_starts"] += 1
-        Quarantine(self._segment, self.arena, self.step, self._now_ns).run()
+        Quarantine(self._segment, self.arena, self._step_and_wait, self._now_ns).run()
         self._forget_quietly()
         waiting = int(rebuild(state, shared, self._now_ns()))
         self.beat()
@@ -127,6 +138,15 @@ class Scheduler:
     def beat(self) -> None:
         """Say that the scheduler lives."""
         self._segment.header["heartbeat_ns"] = self._now_ns()
+
+    def tell_problem(self, problem: int) -> None:
+        """Say why the backend has nobody to compute, or that it has."""
+        self._segment.header["backend_problem"] = problem
+
+    @property
+    def news(self) -> Doorbell | None:
+        """What the backend rings when tokens have come by themselves."""
+        return self._backend.news
 
     def step(self, intake: Callable[[int, int, int], int] = drain) -> int:
         """Run one step. Returns the number of sequences that it computed; 0 means that there is nothing to do.
@@ -144,6 +164,7 @@ class Scheduler:
             self._wake(announce(state, shared))
             return 0
         count: int = plan(state, shared, now_ns)
+        self.is_waiting = False
         batch = self._plan
         batch.count = count
         batch.has_tokens = False
@@ -156,6 +177,11 @@ class Scheduler:
             output = self._backend.execute(batch)
             if output is not batch.output:
                 self._copy_output(output, count)
+            if self._backend.news is not None and self._has_no_news(count):
+                self.is_waiting = True
+                self._segment.header["in_device_call"] = layout.CALL_NONE
+                self._wake(announce(state, shared))
+                return count
             wakes = commit(state, shared)
             if wakes == INVALID_OUTPUT:
                 self._refuse_output(count)
@@ -186,6 +212,19 @@ class Scheduler:
         if self._backend_is_open:
             self._backend_is_open = False
             self._backend.close()
+
+    def _has_no_news(self, count: int) -> bool:
+        """Whether every row waits for its next token and got none: such a step has nothing to commit."""
+        output = self._plan.output
+        is_silent = not output.counts[:count].any() and not output.finish_reasons[:count].any()
+        return is_silent and self._plan.decode_count == count
+
+    def _step_and_wait(self, intake: Callable[[int, int, int], int]) -> int:
+        """A step, and the wait that may be owed after it, for whoever steps in a loop of its own."""
+        count = self.step(intake)
+        if self.is_waiting and self._backend.news is not None:
+            self._backend.news.wait(SHORT_WAIT_MS)
+        return count
 
     def _wake(self, count: int) -> None:
         for k in range(count):
@@ -298,6 +337,7 @@ def _geometry(config: Config, limits: EffectiveLimits, eos_token_id: int) -> Geo
         running_limit=limits.running_limit,
         batch_tokens=limits.batch_tokens,
         tokens_per_step=limits.tokens_per_step,
+        reserves=limits.reserves,
         eos_token_id=eos_token_id,
         prefix_cache=limits.prefix_cache,
         shares_kv=limits.shares_kv,

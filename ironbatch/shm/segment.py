@@ -53,7 +53,8 @@ class Segment:
     """One attached segment: its address for kernels, and structured numpy views of its tables for Python.
 
     Views: `header` (one HEADER record), `lanes` LANE[num_lanes], `slots` SLOT[num_slots],
-    `tokens` int32[num_slots, token_row_tokens], `running` int32[num_slots], `metrics` METRICS[1 + num_lanes].
+    `tokens` int32[num_slots, token_row_tokens], `texts` uint8[num_slots, text_row_bytes], `running` int32[num_slots],
+    `metrics` METRICS[1 + num_lanes].
 
     Args:
         memory: the shared memory.
@@ -82,7 +83,7 @@ class Segment:
             "num_lanes": config.num_lanes,
             "max_model_len": config.max_model_len,
         }
-        offsets = layout.offsets(**sizes)
+        offsets = layout.offsets(**sizes, has_text=config.has_text)
         remove_stale(SHM_DIRECTORY, NAME_PREFIX)
         memory, lock = _create_memory(offsets.total)
         segment = cls(memory, is_owner=True, lock=lock)
@@ -99,6 +100,8 @@ class Segment:
         header["slots_offset"] = offsets.slots
         header["tokens_offset"] = offsets.tokens
         header["running_offset"] = offsets.running
+        header["texts_offset"] = offsets.texts
+        header["text_row_bytes"] = layout.text_row_bytes(config.max_model_len) if config.has_text else 0
         header["metrics_offset"] = offsets.metrics
         header["max_request_tokens"] = config.max_request_tokens
         header["created_ns"] = now_ns
@@ -141,6 +144,9 @@ class Segment:
         self.metrics = self._view(int(header["metrics_offset"]), layout.METRICS, 1 + lanes)
         flat = self._view(int(header["tokens_offset"]), np.dtype("<i4"), slots * row)
         self.tokens: NDArray[np.int32] = flat.reshape(slots, row)
+        text = int(header["text_row_bytes"])
+        texts = self._view(int(header["texts_offset"]), np.dtype(np.uint8), slots * text)
+        self.texts: NDArray[np.uint8] = texts.reshape(slots, text)
         self.running: NDArray[np.int32] = self._view(int(header["running_offset"]), np.dtype("<i4"), slots)
 
     def _view(self, offset: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
@@ -154,7 +160,7 @@ class Segment:
 
     def close(self) -> None:
         """Leave the segment; its creator removes it as well. No view of it may be used afterwards."""
-        for name in ("header", "lanes", "slots", "metrics", "tokens", "running"):
+        for name in ("header", "lanes", "slots", "metrics", "tokens", "texts", "running"):
             self.__dict__.pop(name, None)
         with contextlib.suppress(BufferError):  # a view lives on elsewhere: the mapping goes with the process
             self._memory.close()

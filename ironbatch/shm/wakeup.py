@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import select
+from collections.abc import Iterable
 from functools import cached_property
 
 
@@ -52,3 +53,20 @@ class Doorbell:
     def close(self) -> None:
         """Close this process's descriptor."""
         os.close(self.descriptor)
+
+
+class Alarm:
+    """Several doorbells that wake one sleeper."""
+
+    def __init__(self, bells: Iterable[Doorbell]) -> None:
+        self._bells = {bell.descriptor: bell for bell in bells}
+        self._poller = select.poll()
+        for descriptor in self._bells:
+            self._poller.register(descriptor, select.POLLIN)
+
+    def wait(self, timeout_ms: int) -> bool:
+        """Sleep until somebody rings or the time is over. Returns whether somebody rang; silences who did."""
+        rung = self._poller.poll(timeout_ms)
+        for descriptor, _ in rung:
+            self._bells[descriptor].silence()
+        return bool(rung)

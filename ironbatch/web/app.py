@@ -21,12 +21,13 @@ from ironbatch.clock import Clock, MonotonicClock
 from ironbatch.config import Config
 from ironbatch.errors import EngineUnavailable, RequestRejected, StartError
 from ironbatch.shm.engine import Engine
+from ironbatch.text.tokenizer import create_tokenizer
 from ironbatch.web.body import announced_problem, body_missing
 from ironbatch.web.collector import TokenCollector
 from ironbatch.web.drain import WORKER_KEY, Drain
 from ironbatch.web.generate import EXIT_KEY, GenerateResource
+from ironbatch.web.json_body import error_body
 from ironbatch.web.lanes import LANE_VARIABLE
-from ironbatch.web.request import error_body
 from ironbatch.web.request_id import RequestIds
 from ironbatch.web.status import HealthResource, MetricsResource
 from ironbatch.web.stream import Exit, Send
@@ -79,13 +80,18 @@ def create_app(environ: Mapping[str, str], clock: Clock) -> Application:
     if LANE_VARIABLE not in environ:
         return _unavailable("this worker holds no lane; it ends, and the next may have one", ShortLife())
     config = Config.load({}, environ)
+    try:
+        tokenizer = create_tokenizer(config)
+    except StartError as problem:  # its file has changed since the server's start
+        _log.error("this worker can serve nothing: %s", problem)
+        return _unavailable(str(problem))
     engine.segment.populate()
     lane, generation = map(int, environ[LANE_VARIABLE].split(":"))
-    collector = TokenCollector(engine, lane, generation, clock)
+    collector = TokenCollector(engine, lane, generation, clock, tokenizer)
     falcon_app = _falcon_app()
     drain = Drain(collector, engine.segment.header, clock, config.drain_timeout_s)
     falcon_app.add_middleware(Lifespan(collector, drain))
-    falcon_app.add_route("/generate", GenerateResource(config, engine.segment, collector, clock))
+    falcon_app.add_route("/generate", GenerateResource(config, engine.segment, collector, tokenizer, clock))
     falcon_app.add_route("/metrics", MetricsResource(engine.segment, clock))
     falcon_app.add_route("/health", HealthResource(engine.segment, clock))
     return _with_exits(falcon_app, config.max_body_bytes, clock, drain)

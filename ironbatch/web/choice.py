@@ -16,8 +16,8 @@ from ironbatch.errors import RequestRejected
 from ironbatch.web.lines import (
     SequenceStats,
     error_answer,
-    error_part,
     finish_part,
+    id_part,
     last_line,
     plain_lines,
     problem_part,
@@ -80,11 +80,13 @@ class Choice:
             self._reason = reason & ~layout.FINISH_WITHOUT_TOKEN
             self._has_bare_end = reason & layout.FINISH_WITHOUT_TOKEN != 0
             self._error_code = error_code
+            self._leave_slot()
 
     def fail(self, problem: RequestRejected) -> None:
         """End it here, with the tokens that it has. What its slot still publishes is not for this choice any more."""
         self._reason = layout.FINISH_ERROR
         self._problem = problem
+        self._leave_slot()
 
     def take(self, most_tokens: int) -> bytes:
         """See `LineSource`."""
@@ -104,6 +106,11 @@ class Choice:
     def lacks(self) -> int:
         """The tokens whose lines were not taken."""
         return self._produced - self._sent
+
+    @property
+    def note(self) -> str:
+        """What its backend says of its end, once that is known; mostly nothing."""
+        return ""
 
     @property
     def is_failure(self) -> bool:
@@ -127,13 +134,21 @@ class Choice:
         return lines.replace(b',"done"', self._tag + b',"done"') if self._tag else lines
 
     def _last_lines(self, before: int, after: int) -> bytes:
-        if self.is_failure:
-            return self._lines(before, after) + last_line(after, self._tag, self._error_part())
-        last = after if self._has_bare_end else after - 1
-        return self._lines(before, last) + last_line(last, self._tag)
+        has_token = not (self.is_failure or self._has_bare_end)
+        last = after - 1 if has_token else after
+        lines = self._lines(before, last)
+        return lines + last_line(last, self._tag + self._last_fields(last, has_token=has_token), self._end_part())
 
-    def _error_part(self) -> bytes:
-        return error_part(self._error_code) if self._problem is None else problem_part(self._problem)
+    def _last_fields(self, index: int, *, has_token: bool) -> bytes:
+        """What the last line says of its token before its `done`."""
+        return b""
+
+    def _end_part(self) -> bytes:
+        """What the last line says of the sequence after its `done`."""
+        return problem_part(self._problem or error_answer(self._error_code)) if self.is_failure else b""
+
+    def _leave_slot(self) -> None:
+        """The slot is about to be somebody else's: keep what lines that are still to be written need of it."""
 
 
 class GivenUpChoice(Choice):
@@ -162,17 +177,7 @@ class DetailedChoice(Choice):
         self._output_ids = output_ids
         self._record = record
 
-    def advance(self, produced: int, reason: int, error_code: int) -> None:
-        super().advance(produced, reason, error_code)
-        if reason != layout.FINISH_NONE:
-            self._leave_slot()
-
-    def fail(self, problem: RequestRejected) -> None:
-        super().fail(problem)
-        self._leave_slot()
-
     def _leave_slot(self) -> None:
-        """Some lines may be written after the slot is gone."""
         self._output_ids = self._output_ids[: self._produced].copy()
         self._stats = SequenceStats.read(self._record)
         self._record = None
@@ -182,16 +187,11 @@ class DetailedChoice(Choice):
         ids = self._output_ids[before:after].tolist()
         return b"".join([line % (index, token) for index, token in enumerate(ids, before)])
 
-    def _last_lines(self, before: int, after: int) -> bytes:
-        if self.is_failure:
-            more = self._error_part() + self._stats.part
-            return self._lines(before, after) + last_line(after, self._tag, more)
-        more = finish_part(self._reason) + self._stats.part
-        if self._has_bare_end:
-            return self._lines(before, after) + last_line(after, self._tag, more)
-        last = after - 1
-        tag = b'%b,"token_id":%d' % (self._tag, self._output_ids[last])
-        return self._lines(before, last) + last_line(last, tag, more)
+    def _last_fields(self, index: int, *, has_token: bool) -> bytes:
+        return id_part(int(self._output_ids[index])) if has_token else b""
+
+    def _end_part(self) -> bytes:
+        return (super()._end_part() or finish_part(self._reason)) + self._stats.part
 
 
 class Choices:

@@ -21,10 +21,13 @@ from ironbatch.kernels.slots import (
     slots_share_request,
 )
 from ironbatch.shm.engine import Engine
+from ironbatch.text.tokenizer import Tokenizer
 from ironbatch.web.choice import Choice, DetailedChoice, GivenUpChoice
 from ironbatch.web.lines import STATS_FIELDS, choice_tag
 from ironbatch.web.request import GenerateRequest
 from ironbatch.web.stream import Exit, TokenStream
+from ironbatch.web.text_choice import DetailedTextChoice, TextChoice
+from ironbatch.web.texts import Texts
 
 _log = logging.getLogger("ironbatch.web")
 
@@ -39,11 +42,15 @@ class TokenCollector:
         engine: the segment and the doorbells.
         lane, generation: which lane this worker holds, and its how manieth holder it is.
         clock: where "now" comes from.
+        tokenizer: for the text of requests with a text; None where none is needed.
     """
 
-    def __init__(self, engine: Engine, lane: int, generation: int, clock: Clock) -> None:
+    def __init__(
+        self, engine: Engine, lane: int, generation: int, clock: Clock, tokenizer: Tokenizer | None = None
+    ) -> None:
         num_slots = int(engine.segment.header["num_slots"])
         self.counters = engine.segment.metrics[METRICS_ROW_OF_FIRST_LANE + lane]
+        self.texts = Texts(engine.segment, tokenizer)
         self._engine = engine
         self._segment = engine.segment
         # Views of some fields alone: numpy takes one after another dearly, and all of them in one assignment.
@@ -93,6 +100,7 @@ class TokenCollector:
             slots_share_request(self._address, parent)
             while (slot := int(self._next_choices[slots[-1]])) != layout.NO_SLOT:
                 slots.append(slot)
+        self.texts.write_prompt(slots, request)
         self._next_slot = slots[-1] + 1 if slots[-1] + 1 < len(self._streams) else 0
         stream = TokenStream(way_out, [self._choice(slot, index, request) for index, slot in enumerate(slots)])
         for choice in stream.choices:
@@ -158,6 +166,8 @@ class TokenCollector:
                 last = stream
             if reason != layout.FINISH_NONE:
                 self._choices[slot] = self._streams[slot] = None
+                if choice.note and not stream.was_cancelled:
+                    _log.warning("a sequence has failed: %s", choice.note, extra={"request_id": stream.request_id})
         for stream in told:
             self._write(stream)
         self._active_count = int(
@@ -183,8 +193,10 @@ class TokenCollector:
             stream.fail(problem)
 
     def _full(self, choices: int) -> SlotsFull:
-        places = f"{len(self._streams)} places"
-        flags = "(--max-running-seqs + --max-queued-requests)"
+        usable = int(self._segment.header["usable_slots"]) or len(self._streams)
+        places = f"{usable} places"
+        running = "--max-running-seqs" if usable == len(self._streams) else "what the backend takes at once"
+        flags = f"({running} + --max-queued-requests)"
         if choices == 1:
             return SlotsFull(f"all {places} of the engine {flags} are taken; send it again later")
         return SlotsFull(
@@ -194,10 +206,13 @@ class TokenCollector:
 
     def _choice(self, slot: int, index: int, request: GenerateRequest) -> Choice:
         tag = choice_tag(index, request.choices)
+        texts = self.texts.source(slot, request)
         if not request.details:
-            return Choice(slot, tag)
+            return Choice(slot, tag) if texts is None else TextChoice(slot, tag, texts)
         output_ids = self._segment.tokens[slot, request.prompt_tokens :][: request.max_new_tokens]
-        return DetailedChoice(slot, tag, output_ids, self._stats[slot])
+        if texts is None:
+            return DetailedChoice(slot, tag, output_ids, self._stats[slot])
+        return DetailedTextChoice(slot, tag, output_ids, self._stats[slot], texts)
 
     def _write_request(self, slot: int, request: GenerateRequest, arrival_ns: int) -> None:
         self._requests[slot] = (

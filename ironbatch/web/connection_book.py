@@ -22,8 +22,8 @@ from ironbatch.errors import RETRY_AFTER_S
 from ironbatch.listener import LISTEN_BACKLOG
 from ironbatch.web.connection import Connection
 from ironbatch.web.feeder import Feeder
+from ironbatch.web.json_body import error_body
 from ironbatch.web.plain_error import TOO_MANY_CONNECTIONS
-from ironbatch.web.request import error_body
 
 NS_PER_S = 1_000_000_000
 SWEEP_S = 1.0

@@ -12,9 +12,13 @@ from ironbatch.errors import EngineUnavailable, RequestRejected
 from ironbatch.health import health_problem
 from ironbatch.layout import FINISH_LENGTH
 from ironbatch.shm.segment import Segment
+from ironbatch.text.tokenizer import Tokenizer
+from ironbatch.text_rows import NO_USAGE
 from ironbatch.web.body import read_body
 from ironbatch.web.collector import TokenCollector
-from ironbatch.web.lines import NO_STATS, choice_tag, finish_part, last_line
+from ironbatch.web.json_body import decode_body
+from ironbatch.web.lines import NO_STATS, choice_tag, finish_part, last_line, text_part, usage_part
+from ironbatch.web.prompts import PromptReader
 from ironbatch.web.request import GenerateRequest, RequestLimits, parse_request
 from ironbatch.web.stream import NDJSON, Exit, TokenStream
 from ironbatch.web.timeouts import Timeouts
@@ -30,15 +34,19 @@ class GenerateResource:
         config: limits of a request.
         segment: for the engine's state.
         collector: this worker's half of the protocol.
+        tokenizer: of prompts that are text; None for a backend that takes them as they are.
         clock: where "now" comes from.
     """
 
-    def __init__(self, config: Config, segment: Segment, collector: TokenCollector, clock: Clock) -> None:
+    def __init__(
+        self, config: Config, segment: Segment, collector: TokenCollector, tokenizer: Tokenizer | None, clock: Clock
+    ) -> None:
         self._limits = RequestLimits(
             config.max_request_tokens, config.num_slots, config.total_kv_blocks, config.kv_block_size
         )
         self._max_body_bytes = config.max_body_bytes
         self._default_seed = config.seed
+        self._prompts = PromptReader(tokenizer, int(segment.header["text_row_bytes"]))
         self._header = segment.header
         self._collector = collector
         self._timeouts = Timeouts(collector, config.queue_timeout_s, clock)
@@ -54,7 +62,9 @@ class GenerateResource:
             body = await read_body(req, self._max_body_bytes)
             if problem := health_problem(self._header, self._clock.now_ns()):
                 raise EngineUnavailable(problem)
-            request = parse_request(body, self._limits_now(), self._default_seed)
+            fields, limits = decode_body(body), self._limits_now()
+            prompt = await self._prompts.read(fields, limits.max_request_tokens)
+            request = parse_request(fields, prompt, limits, self._default_seed)
             if request.max_new_tokens == 0:
                 self._answer_without_tokens(request, resp)
                 return
@@ -95,8 +105,11 @@ class GenerateResource:
             self._counters[outcome] += 1
 
     def _answer_without_tokens(self, request: GenerateRequest, resp: Response) -> None:
-        more = finish_part(FINISH_LENGTH) + NO_STATS.part if request.details else b""
+        texts = self._collector.texts
+        text = text_part("") if texts.has_lines(request) else b""
+        usage = usage_part(NO_USAGE) if texts.has_rows else b""
+        more = finish_part(FINISH_LENGTH) + NO_STATS.part + usage if request.details else b""
         tags = (choice_tag(index, request.choices) for index in range(request.choices))
         resp.content_type = NDJSON
-        resp.data = b"".join(last_line(0, tag, more) for tag in tags)
+        resp.data = b"".join(last_line(0, tag + text, more) for tag in tags)
         self._counters["requests_completed"] += 1

@@ -34,6 +34,7 @@ from ironbatch.draining import ERROR_LINE_S, WEB_STOP_S
 from ironbatch.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, StartError
 from ironbatch.limits import num_lanes
 from ironbatch.listener import LISTEN_BACKLOG, few_descriptors_problem
+from ironbatch.named_files import file_problems
 from ironbatch.processes import (
     CHILD_ENVIRONMENT,
     OUT_OF_MEMORY,
@@ -145,6 +146,7 @@ def on_starting(server: Any) -> None:
             die_with_parent(os.getppid())
             engine = Engine.from_environ(os.environ)
         else:
+            _refuse_wrong_files()
             # -w on gunicorn's command line outranks the environment; TTIN may add as many again.
             sized = dataclasses.replace(_config, workers=max(server.cfg.workers, 1))
             engine = Engine.create(sized, MonotonicClock().now_ns())
@@ -158,6 +160,13 @@ def on_starting(server: Any) -> None:
         sys.exit(EXIT_FAILED)
     server.ironbatch = _Engine(engine, LaneBook(engine), process, os.getpid())
     atexit.register(_stop_engine, server)  # a bind that fails ends the arbiter without on_exit
+
+
+def _refuse_wrong_files() -> None:
+    """End, if a file that the configuration names is not as it should be. `ironbatch serve` has looked already."""
+    if problems := file_problems(_config):
+        logs.complain(problems)
+        sys.exit(EXIT_USAGE)
 
 
 def _start_engine_process(engine: Engine) -> subprocess.Popen[bytes]:

@@ -12,6 +12,7 @@ import msgspec
 
 from ironbatch import layout
 from ironbatch.errors import RETRY_AFTER_S, RequestRejected
+from ironbatch.text_rows import NOT_TOLD, TokenUsage
 
 CACHED_LINES = 8192
 """Lines kept ready-made: the default longest sequence."""
@@ -28,6 +29,7 @@ _ERROR_KINDS: dict[int, tuple[str, int, int | None]] = {
     layout.ERROR_INVALID: ("internal_error", 500, None),
     layout.ERROR_NO_BLOCKS: ("out_of_blocks", 500, None),
     layout.ERROR_POISON: ("scheduler_killed", 500, None),
+    layout.ERROR_UNAVAILABLE: ("engine_unavailable", 503, RETRY_AFTER_S),
 }
 
 
@@ -57,29 +59,38 @@ def last_line(token_index: int, tag: bytes = b"", more: bytes = b"") -> bytes:
     return b'{"token_index":%d%b,"done":true%b}\n' % (token_index, tag, more)
 
 
-def error_part(error_code: int) -> bytes:
-    """What the last line of a failed sequence says of it."""
-    error_type = _ERROR_KINDS[error_code][0].encode()
-    message = layout.ERROR_MESSAGES[error_code].encode()
-    return b',"error":{"type":"%b","message":"%b","param":null}' % (error_type, message)
+def id_part(token_id: int) -> bytes:
+    """Which token a line is about; null if nobody has said."""
+    return b',"token_id":null' if token_id == layout.NO_TOKEN_ID else b',"token_id":%d' % token_id
+
+
+def text_part(text: str) -> bytes:
+    """The text that a line's token completes."""
+    return b',"text":' + msgspec.json.encode(text)
 
 
 def problem_part(problem: RequestRejected) -> bytes:
-    """The same for a sequence that this side has ended."""
+    """What the last line of a failed sequence says of it."""
     error = {"type": problem.type, "message": problem.message, "param": problem.param}
     return b',"error":' + msgspec.json.encode(error)
 
 
-def error_answer(error_code: int) -> RequestRejected:
-    """The answer to a request of which nothing but this error came."""
+def error_answer(error_code: int, message: str = "") -> RequestRejected:
+    """A sequence's error, in the backend's words if it has any: the answer to a request of which nothing else came."""
     error_type, status, retry_after_s = _ERROR_KINDS[error_code]
-    message = layout.ERROR_MESSAGES[error_code]
+    message = message or layout.ERROR_MESSAGES[error_code]
     return RequestRejected(error_type, message, status=status, retry_after_s=retry_after_s)
 
 
 def finish_part(reason: int) -> bytes:
     """Why a sequence ended, for a client that asked for details."""
     return b',"finish_reason":"%b"' % FINISH_NAMES[reason].encode()
+
+
+def usage_part(usage: TokenUsage) -> bytes:
+    """What the backend has counted; null for what it has not told."""
+    counts = {name: None if count == NOT_TOLD else count for name, count in usage._asdict().items()}
+    return b',"usage":' + msgspec.json.encode(counts)
 
 
 STATS_FIELDS = (

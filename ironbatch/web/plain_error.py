@@ -8,7 +8,7 @@ from http import HTTPStatus
 import msgspec
 
 from ironbatch.web.body import REQUEST_TIMEOUT
-from ironbatch.web.request import error_body
+from ironbatch.web.json_body import error_body
 
 BAD_REQUEST = "bad_request"
 TOO_MANY_CONNECTIONS = "too_many_connections"

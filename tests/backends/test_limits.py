@@ -59,6 +59,7 @@ def test_without_limits_it_is_the_configuration() -> None:
         "running_limit": config.running_limit,
         "batch_tokens": config.max_batch_tokens,
         "tokens_per_step": 1,
+        "reserves": False,
         "mixes": True,
         "prefill_row_limit": 0,
         "context_cap": 0,

@@ -22,8 +22,8 @@ MAX_BODY_BYTES = 32_768
 BUDGET_S = 30.0
 REFUSALS = {400: {"invalid_request"}, 413: {"body_too_large"}, 503: {"queue_full"}, 504: {"timeout"}}
 FIELDS = {
-    "prompt_tokens", "prompt_token_ids", "max_new_tokens", "priority", "ignore_eos", "seed", "details", "temperature",
-    "top_p", "top_k", "n", "cache_salt", "timeout_s",
+    "prompt", "prompt_tokens", "prompt_token_ids", "max_new_tokens", "priority", "ignore_eos", "seed", "details",
+    "temperature", "top_p", "top_k", "n", "cache_salt", "timeout_s",
 }  # fmt: skip
 
 
@@ -124,6 +124,7 @@ values = st.recursive(
     leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4), max_leaves=12
 )
 good = {
+    "prompt": st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40),
     "prompt_tokens": st.integers(1, 100),
     "prompt_token_ids": st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50),
     "max_new_tokens": st.integers(0, 40),
@@ -140,6 +141,7 @@ good = {
 prompts = st.fixed_dictionaries({"prompt_tokens": good["prompt_tokens"]}) | st.fixed_dictionaries(
     {"prompt_token_ids": good["prompt_token_ids"]}
 )
+prompts |= st.fixed_dictionaries({"prompt": good["prompt"]})
 options = st.fixed_dictionaries({}, optional={name: good[name] for name in good if not name.startswith("prompt")})
 valid = st.builds(lambda prompt, more: {**prompt, **more}, prompts, options)
 broken_field = st.tuples(st.sampled_from(sorted(FIELDS)), values)
@@ -178,7 +180,7 @@ deep = st.builds(
 )
 huge = st.builds(
     lambda field, unit, count: b'{"%b": "%b"}' % (field, unit * count),
-    st.sampled_from([b"cache_salt", b"unknown", b"prompt_tokens"]),
+    st.sampled_from([b"cache_salt", b"unknown", b"prompt_tokens", b"prompt"]),
     st.sampled_from([b"x", "é".encode(), b"\\u0041", b"\\ud83d\\ude00"]),
     st.integers(1, 9000),
 )
@@ -213,10 +215,11 @@ bodies = st.one_of(
 @given(fields=valid)
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 def test_a_valid_body_is_served_in_full(client: http.client.HTTPConnection, fields: dict[str, Any]) -> None:
-    prompt_tokens = fields.get("prompt_tokens") or len(fields["prompt_token_ids"])
+    prompt_tokens = fields.get("prompt_tokens") or len(fields.get("prompt_token_ids") or fields["prompt"].encode())
     assert prompt_tokens + fields.get("max_new_tokens", 16) <= 256
     status, lines = assert_answered(client, dumped(fields).encode())
     assert (status, bool(lines)) == (200, True)
+    assert all(("text" in line) == ("prompt" in fields) for line in lines)
 
 
 def test_any_body_is_served_or_refused_in_words(client: http.client.HTTPConnection) -> None:
@@ -247,6 +250,11 @@ def test_any_body_is_served_or_refused_in_words(client: http.client.HTTPConnecti
         (b'{"prompt_tokens": 1, "cache_salt": "\\ud800"}', "cache_salt", "\\ud800, half of a surrogate pair"),
         (b'{"prompt_tokens": 1, "cache_salt": "\\udfffx"}', "cache_salt", "\\udfff, half of a surrogate pair"),
         (b'{"prompt_tokens": 1, "x": "\\ud800"}', None, None),
+        (b'{"prompt": "a\\ud800"}', "prompt", "\\ud800, half of a surrogate pair"),
+        (b'{"prompt": "\xed\xa0\x80"}', None, "not UTF-8 at byte 12 (0xed)"),
+        (b'{"prompt": ""}', "prompt", "prompt is empty"),
+        (b'{"prompt": null}', "prompt", "prompt is null; give a string"),
+        (b'{"prompt": "a", "prompt_tokens": 1}', "prompt_tokens", "are both given"),
         (b'{"prompt_tokens": 1, "cache_salt": "\xed\xa0\x80"}', None, "not UTF-8 at byte 36 (0xed)"),
         (b'{"prompt_tokens": NaN}', None, "not valid JSON"),
         (b'{"prompt_tokens": 1, "temperature": -Infinity}', None, "not valid JSON"),

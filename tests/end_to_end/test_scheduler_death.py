@@ -311,6 +311,7 @@ def assert_told_and_replaced(server: Server, old: psutil.Process) -> None:
     with pytest.raises(psutil.NoSuchProcess):
         old.resume()
     wait_until(server.is_healthy, "health")
+    wait_until(lambda: told(server, "it is killed"), "the log line")
     assert len(told(server, "it is killed")) == 1
 
 

@@ -274,6 +274,18 @@ def test_too_many_choices_leave_every_slot_as_free_as_it_was() -> None:
         assert slots["owner"].tolist() == [1, 1, 9, 1]
 
 
+def test_no_choice_is_put_beyond_the_usable_slots() -> None:
+    with small_engine(max_running_seqs=6, max_queued_requests=0) as engine:
+        address, slots = engine.segment.address, engine.segment.slots
+        engine.segment.header["usable_slots"] = 3
+        assert slots_claim(address, 1, 5, 2) >= 0
+        assert slots_claim(address, 1, 5, 2) == -1
+        assert slots_claim(address, 1, 5, 1) >= 0
+        assert slots["owner"].tolist() == [1, 1, 1, 0, 0, 0]
+        engine.segment.header["usable_slots"] = 0  # no scheduler has said yet
+        assert slots_claim(address, 1, 0, 3) == 3
+
+
 def test_full_lane_is_an_answer() -> None:
     with small_engine() as engine:
         address = engine.segment.address

@@ -92,6 +92,7 @@ class Comparison:
     def _make_backend(self, config: Config) -> ScriptedBackend:
         backend = ScriptedBackend(config)
         backend.batch_limits = BatchLimits(**self.case.limits)
+        backend.reserves_output = self.case.reserves
         backend.eos_token_id = EOS
         backend.script = self._execute
         return backend

@@ -29,7 +29,7 @@ def llama_event(content: str, tokens: list[int], predicted: int) -> dict[str, An
 
 
 def test_unknown_token_id_is_the_layouts() -> None:
-    assert getattr(layout, "NO_TOKEN_ID", NO_TOKEN_ID) == types.NO_TOKEN_ID
+    assert types.NO_TOKEN_ID == layout.NO_TOKEN_ID
 
 
 class TestRequests:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import tracemalloc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -14,19 +15,22 @@ import numpy as np
 import pytest
 
 from ironbatch import layout
-from ironbatch.backends.base import Backend, BatchPlan
+from ironbatch.backends.base import FINISH_STOP, Backend, BatchPlan
 from ironbatch.backends.mock import MockBackend
 from ironbatch.clock import FakeClock
 from ironbatch.config import Config
 from ironbatch.draining import announce_drain
 from ironbatch.errors import RequestError
 from ironbatch.kernels.emission import mock_token
+from ironbatch.kernels.slots import choice_seed
 from ironbatch.shm.engine import Engine
 from ironbatch.shm.wakeup import Doorbell
+from ironbatch.text.words import word
 from ironbatch.web.app import create_app
 from ironbatch.web.body import body_missing
 from ironbatch.web.lanes import LANE_VARIABLE
 from tests.support import ScriptedBackend, small_engine
+from tests.text.small import KINDS
 from tests.web.fakes import (
     Answer,
     Application,
@@ -49,10 +53,13 @@ LANE, GENERATION = 0, 3
 MAX_BODY_BYTES = 4096
 
 
+IDS_OF_HELLO = b"[104, 101, 108, 108, 111]"
+
+
 class Server:
     """An application on a small engine; its scheduler steps when it is told to."""
 
-    def __init__(self, backend: Callable[[Config], Backend], **options: Any) -> None:
+    def __init__(self, backend: Callable[[Config], Backend], /, **options: Any) -> None:
         self._context = small_engine(backend, **({"max_body_bytes": MAX_BODY_BYTES} | options))
         self.small = self._context.__enter__()
         self.segment = self.small.segment
@@ -91,7 +98,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def a_server(backend: Callable[[Config], Backend] = MockBackend, **options: Any) -> Iterator[Server]:
+def a_server(backend: Callable[[Config], Backend] = MockBackend, /, **options: Any) -> Iterator[Server]:
     server = Server(backend, **options)
     try:
         yield server
@@ -139,6 +146,76 @@ async def test_many_at_once_with_details(server: Server) -> None:
         assert server.counts() == {"received": 12, "completed": 12}
 
 
+@in_loop
+async def test_a_text_is_answered_with_text(server: Server) -> None:
+    async with Lifetime(server.app):
+        ask = b'{"prompt": "h\\u00e9llo", "max_new_tokens": 5, "details": %b, "n": 2}'
+        plain, detailed = server.generate(ask % b"false"), server.generate(ask % b"true")
+        await server.finish(plain, detailed)
+        lines, told = parsed(plain.body), parsed(detailed.body)
+        assert list(lines[0]) == ["token_index", "choice", "text", "done"]
+        assert list(told[0]) == ["token_index", "choice", "token_id", "text", "done"]
+        assert [line["text"] for line in told] == [word(line["token_id"]) for line in told]
+        assert [line["text"] for line in lines] == [line["text"] for line in told]
+        seeds = [server.small.config.seed, choice_seed(server.small.config.seed, 1)]
+        for choice, seed in enumerate(seeds):
+            mine = [line["token_id"] for line in told if line["choice"] == choice]
+            assert mine == [mock_token(int(seed), len("héllo".encode()) + k, -1, 0) for k in range(5)]
+
+
+@in_loop
+async def test_a_text_is_its_tokens(server: Server) -> None:
+    async with Lifetime(server.app):
+        as_text = server.generate(b'{"prompt": "hello", "max_new_tokens": 5, "details": true}')
+        as_ids = server.generate(b'{"prompt_token_ids": %b, "max_new_tokens": 5, "details": true}' % IDS_OF_HELLO)
+        await server.finish(as_text, as_ids)
+        ids = [[line["token_id"] for line in parsed(answer.body)] for answer in (as_text, as_ids)]
+        assert ids[0] == ids[1]
+        assert b'"text"' not in as_ids.body
+
+
+@in_loop
+async def test_a_tokenizer_json_makes_ids_and_text(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    library = KINDS["byte_level"]()
+    library.save(str(path))
+    with a_server(emits(library.encode("日本 dog").ids), tokenizer=str(path)) as server:
+        async with Lifetime(server.app):
+            answer = server.generate(b'{"prompt": "The quick", "max_new_tokens": 50}')
+            await server.is_submitted()
+            row = server.segment.tokens[0][: len(library.encode("The quick").ids)]
+            assert row.tolist() == library.encode("The quick").ids
+            await server.finish(answer)
+            assert "".join(line["text"] for line in parsed(answer.body)) == "日本 dog"
+
+
+def emits(ids: list[int]) -> Callable[[Config], Backend]:
+    """A backend that gives these tokens and ends with the last."""
+
+    def make(config: Config) -> Backend:
+        backend = ScriptedBackend(config)
+        left = list(ids)
+
+        def script(plan: BatchPlan) -> list[list[int]]:
+            tokens = [[left.pop(0)] if row["emits"] and left else [] for row in plan.rows]
+            plan.output.finish_reasons[: len(plan)] = 0 if left else FINISH_STOP
+            return tokens
+
+        backend.script = script
+        return backend
+
+    return make
+
+
+@in_loop
+async def test_a_tokenizer_that_is_gone_when_the_worker_starts(caplog: pytest.LogCaptureFixture) -> None:
+    with a_server(tokenizer="/nowhere/tokenizer.json") as server:
+        answer = await fetch(server.app, "POST", "/generate", b"{}")
+        assert answer.status == 503
+        assert "is not a tokenizer.json: No such file" in answer.error["message"]
+        assert "this worker can serve nothing" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("details", "line"),
     [
@@ -155,6 +232,23 @@ async def test_no_tokens_wanted_takes_no_slot(server: Server, details: bytes, li
         assert answer.headers[b"content-type"] == b"application/x-ndjson"
         assert not server.segment.slots["generation"].any()
         assert server.counts() == {"received": 1, "completed": 1}
+
+
+@in_loop
+async def test_no_tokens_wanted_of_a_text(server: Server) -> None:
+    async with Lifetime(server.app):
+        answer = await fetch(server.app, "POST", "/generate", b'{"prompt": "x", "max_new_tokens": 0}')
+        assert answer.body == b'{"token_index":0,"text":"","done":true}\n'
+
+
+@in_loop
+async def test_no_tokens_wanted_of_a_backend_that_has_text() -> None:
+    with a_server(backend="real", backend_url="http://127.0.0.1:9/v1") as server:
+        async with Lifetime(server.app):
+            body = b'{"prompt_tokens": 1, "max_new_tokens": 0, "details": true}'
+            answer = await fetch(server.app, "POST", "/generate", body)
+            (line,) = parsed(answer.body)
+            assert (line["text"], line["usage"]) == ("", {"prompt_tokens": None, "completion_tokens": None})
 
 
 @in_loop

@@ -76,7 +76,7 @@ class Client:
 class Worker:
     """A collector on its own lane of a small engine."""
 
-    def __init__(self, backend: Callable[[Config], Backend], **options: Any) -> None:
+    def __init__(self, backend: Callable[[Config], Backend], /, **options: Any) -> None:
         self._context = small_engine(backend, **options)
         self.small = self._context.__enter__()
         self.segment = self.small.segment

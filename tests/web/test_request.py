@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from ironbatch import layout, limits
 from ironbatch.errors import RequestRejected
-from ironbatch.web.request import MAX_NEW_TOKENS_DEFAULT, NO_SALT, GenerateRequest, RequestLimits, parse_request
+from ironbatch.text.byte_level import ByteTokenizer
+from ironbatch.web.json_body import MAX_NEW_TOKENS_DEFAULT, decode_body
+from ironbatch.web.prompts import PromptReader
+from ironbatch.web.request import NO_SALT, GenerateRequest, RequestLimits, parse_request
 
 LIMIT = 64
 MOST_CHOICES = 20
@@ -20,6 +23,7 @@ BLOCKS, BLOCK_SIZE = 24, 4
 ENGINE = RequestLimits(LIMIT, MOST_CHOICES, BLOCKS, BLOCK_SIZE)
 DEFAULT_SEED = 1234
 FIELDS = (
+    "prompt",
     "prompt_tokens",
     "prompt_token_ids",
     "max_new_tokens",
@@ -41,7 +45,15 @@ def parse(body: bytes | str | dict[str, Any]) -> GenerateRequest:
         body = json.dumps(body)
     if isinstance(body, str):
         body = body.encode()
-    return parse_request(body, ENGINE, DEFAULT_SEED)
+    return parsed(body, ENGINE)
+
+
+def parsed(body: bytes, engine: RequestLimits) -> GenerateRequest:
+    fields = decode_body(body)
+    reading = PromptReader(ByteTokenizer(is_readable=True), 0).read(fields, engine.max_request_tokens)
+    with pytest.raises(StopIteration) as returned:
+        reading.send(None)  # none of these is so long that it would wait
+    return parse_request(fields, returned.value.value, engine, DEFAULT_SEED)
 
 
 def rejected(body: bytes | str | dict[str, Any]) -> RequestRejected:
@@ -338,7 +350,7 @@ def test_an_empty_body_is_shown_what_to_send() -> None:
     message = rejected(b"").message
     assert message.startswith("the body is empty; send JSON such as ")
     example = message.partition("such as ")[2].encode()
-    assert parse_request(example, ENGINE._replace(max_request_tokens=8192), 0).max_new_tokens == 64
+    assert parsed(example, ENGINE._replace(max_request_tokens=8192)).max_new_tokens == 64
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"x":', b'[{"x":'])

@@ -471,6 +471,7 @@ ERRORS = [
     (layout.ERROR_INVALID, "internal_error", 500, None),
     (layout.ERROR_NO_BLOCKS, "out_of_blocks", 500, None),
     (layout.ERROR_POISON, "scheduler_killed", 500, None),
+    (layout.ERROR_UNAVAILABLE, "engine_unavailable", 503, RETRY_AFTER_S),
 ]
 
 

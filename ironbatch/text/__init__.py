@@ -1,0 +1,1 @@
+"""Tokenizers: prompts that are text become token ids, and token ids become text, in the web workers."""
