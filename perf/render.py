@@ -18,6 +18,12 @@ AUDIT_EVERY = Config().audit_every
 RUNNING = (8, 64, 256, 1024, 4096)
 DEVICE_RUNNING = (1, 32, 256)
 STREAMS = ("1-stream", "64-streams", "256-streams")
+MODEL_STREAMS = {"1-stream": "one stream", "8-streams": "8 streams", "64-streams": "64 streams"}
+MODEL_TTFT = {
+    "1-stream": "a request alone",
+    "8-streams": "a request while seven other streams run",
+    "8-at-once": "eight requests at once",
+}
 PACES = {"one-line": "one", "eight-lines": "eight", "flat-out": "all that wait"}
 EMPTY = "empty_call"
 POOLS = {
@@ -49,6 +55,7 @@ class Page:
             self._shared_memory(),
             self._wake_up(),
             self._http(),
+            self._model_server(),
             self._start(),
         )
         return "\n".join(line for section in sections for line in (*section, ""))
@@ -80,7 +87,7 @@ class Page:
 
     def _targets(self) -> Iterator[str]:
         step, wake, http = (self._files[name] for name in ("scheduler_step", "wake_up", "http_stream"))
-        features, prefix = self._files["features"], self._files["prefix_cache"]
+        features, prefix, model_server = (self._files[name] for name in ("features", "prefix_cache", "model_server"))
         steady, line = step["steady/256/alone"], "http_stream/64-streams/one-line"
         one_line = http[f"{line}/ironbatch"] / http[f"{line}/bare"]
         eight_us = 1e6 * http["http_stream/64-streams/eight-lines/ironbatch"]
@@ -97,6 +104,12 @@ class Page:
             ("wake to collected token, by a bare eventfd", wake["token/ironbatch"] / wake["token/bare_event"], 1.5),
             ("CPU a line, by a bare protocol; 64 streams, one line a send", one_line, 1.8),
             ("CPU us a line; 64 streams, eight lines a send", eight_us, 2.5),
+            ("ms that a model server's first token comes later", 1e3 * self._added_s("1-stream"), 1.5),
+            ("the same, while seven other streams run", 1e3 * self._added_s("8-streams"), 1.5),
+            *(
+                (f"CPU us a line of a model server's; {what}", 1e6 * model_server[f"cpu/{streams}"], 60.0)
+                for streams, what in MODEL_STREAMS.items()
+            ),
         )
         yield "## What was to be reached"
         yield ""
@@ -318,6 +331,35 @@ class Page:
         http = self._files["http_stream"]
         ours, bare = http[f"{name}/ironbatch"], http[f"{name}/bare"]
         return seconds(ours), seconds(bare), ratio(ours, bare)
+
+    def _added_s(self, case: str) -> float:
+        model_server = self._files["model_server"]
+        return model_server[f"ttft/{case}/ironbatch"] - model_server[f"ttft/{case}/direct"]
+
+    def _model_server(self) -> Iterator[str]:
+        model_server = self._files["model_server"]
+        yield "## In front of a model server"
+        yield ""
+        yield from paragraph("""
+            Time to first token through Ironbatch, and of the model server when it is asked directly: one that computes
+            nothing, and answers 5 ms after it was asked. (`perf/model_server.py`)
+        """)
+        yield ""
+        rows = []
+        for case, what in MODEL_TTFT.items():
+            direct, ours = (model_server[f"ttft/{case}/{side}"] for side in ("direct", "ironbatch"))
+            rows.append((what, seconds(direct), seconds(ours), seconds(ours - direct)))
+        yield from table(("time to first token", "directly", "by Ironbatch", "added"), rows)
+        yield ""
+        yield from paragraph("""
+            CPU time of web worker and scheduler for each line, when the tokens of all streams come together every 20
+            ms. What is woken for a step's tokens is shared by all of its lines: one stream pays for it alone.
+        """)
+        yield ""
+        yield from table(
+            ("", "CPU a line"),
+            ((what, seconds(model_server[f"cpu/{streams}"])) for streams, what in MODEL_STREAMS.items()),
+        )
 
     def _start(self) -> Iterator[str]:
         start = self._files["start_and_idle"]

@@ -22,9 +22,13 @@ NAMES = (
     "slot_publish_collect",
     "wake_up",
     "http_stream",
+    "model_server",
     "start_and_idle",
 )
 """One script each, in the order in which `make bench` runs them."""
+
+OF_WHOLE_SERVERS = ("http_stream", "model_server", "start_and_idle")
+"""The scripts that start servers and measure other processes than their own: they take none of pyperf's options."""
 
 CANNOT_RUN = 77
 """The exit code of a script that lacks what it measures; it has said so in a line (as automake has it)."""

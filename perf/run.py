@@ -33,7 +33,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             measured = Path(scratch) / f"{name}.json"
             words = [sys.executable, str(HERE / f"{name}.py"), "--output", str(measured)]
-            if name not in ("http_stream", "start_and_idle"):
+            if name not in results.OF_WHOLE_SERVERS:
                 words.append("--quiet")
             code = subprocess.run(words + ["--fast"] * arguments.fast, check=False).returncode
             if code == results.CANNOT_RUN:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(PERF))
 import render  # noqa: E402
 import results  # noqa: E402
 
-PYPERF_SCRIPTS = [name for name in results.NAMES if name not in ("http_stream", "start_and_idle")]
+PYPERF_SCRIPTS = [name for name in results.NAMES if name not in results.OF_WHOLE_SERVERS]
 
 
 def run_script(name: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -74,6 +74,15 @@ def test_streaming_script_measures_both_sides(tmp_path: Path) -> None:
     assert set(suite.get_benchmark_names()) == {f"{name}/ironbatch", f"{name}/bare"}
     for side in ("ironbatch", "bare"):
         assert suite.get_benchmark(f"{name}/{side}").get_metadata()["lines_per_send"] == pytest.approx(8, abs=0.5)
+
+
+@pytest.mark.slow
+def test_model_server_script_measures_both_ways(tmp_path: Path) -> None:
+    done = run_script("model_server", "--fast", "--output", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stderr
+    found = pyperf.BenchmarkSuite.load(str(tmp_path / "found.json")).get_benchmark_names()
+    committed = pyperf.BenchmarkSuite.load(str(RESULTS / "model_server.json")).get_benchmark_names()
+    assert set(found) == set(committed), "the result file is of another version of the script"
 
 
 # --------------------------------------------------------------------------------------------------------- the files
