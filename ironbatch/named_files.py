@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+
 from ironbatch.config import Config
 from ironbatch.limits import quoted
 from ironbatch.text.check import tokenizer_problem
@@ -19,7 +22,9 @@ def read_api_key(path: str) -> str:
         return ""
     remedy = "give a file whose first line is the key"
     try:
-        with open(path, encoding="ascii") as file:
+        with open(path, encoding="ascii", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError(f"{quoted(path)} is no regular file; {remedy}")
             key = file.readline(MAX_KEY_CHARS + 2).strip()
     except UnicodeDecodeError:
         raise ValueError(f"{quoted(path)} holds something else than ASCII text; {remedy}") from None
@@ -33,6 +38,11 @@ def read_api_key(path: str) -> str:
             f" characters within; {remedy}"
         )
     return key
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Of a pipe without a writer, too."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def file_problems(config: Config) -> list[str]:

@@ -42,6 +42,14 @@ def test_what_is_no_key_is_told_without_repeating_it(content: bytes, told: str, 
     assert "same" not in str(caught.value).replace(str(path), "")
 
 
+def test_what_is_no_file_does_not_hold_up_the_start(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, Path("/dev/null")):
+        with pytest.raises(ValueError, match=r"no regular file|Is a directory"):
+            read_api_key(str(path))
+
+
 def test_all_wrong_files_are_told_with_their_flags(tmp_path: Path) -> None:
     config = Config(
         backend="real",

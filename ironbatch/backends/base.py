@@ -264,6 +264,10 @@ class Backend(ABC):
     """Whether the scheduler is told to stop. It sets this before `connect`; a backend that waits there looks often, and
     gives up by raising `processes.StopRequested`."""
 
+    predecessor_running: int = 0
+    """How many sequences the scheduler before this one ran at once, 0 for the first. It sets this before `connect`:
+    sequences that live wait for an answer, so a successor had better come without what a first start would wait for."""
+
     tell_problem: Callable[[int], None] = staticmethod(keep_to_oneself)
     """Says why there is nobody to compute (one of `layout.BACKEND_...`): /health repeats it, and new requests are
     refused until it is called with BACKEND_WELL. The scheduler sets this before `connect`; any thread may call it."""

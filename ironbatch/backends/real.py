@@ -25,8 +25,9 @@ from ironbatch.backends.base import (
     StepOutput,
     finish_error,
 )
+from ironbatch.backends.retries import RetryPolicy
 from ironbatch.backends.stream import Stream, StreamEnd
-from ironbatch.backends.stream_pool import RetryPolicy, StreamPool, described
+from ironbatch.backends.stream_pool import StreamPool
 from ironbatch.backends.upstream_watch import problem_code
 from ironbatch.config import Config
 from ironbatch.errors import StartError
@@ -34,7 +35,7 @@ from ironbatch.named_files import read_api_key
 from ironbatch.processes import StopRequested
 from ironbatch.shm.wakeup import Doorbell
 from ironbatch.upstream.client import UpstreamClient
-from ironbatch.upstream.find import shown_model
+from ironbatch.upstream.find import described, shown_model
 from ironbatch.upstream.problems import UpstreamMisset, UpstreamProblem
 from ironbatch.upstream.types import CompletionRequest, Found, Prompt
 
@@ -84,10 +85,16 @@ class RealBackend(Backend):
         self._pool = StreamPool(client, policy, config.backend_model, self.news, self.tell_problem)
         self._pool.open()
         found = self._find(self._pool)
-        places = self._places(found)
+        places = self._places(found) if isinstance(found, Found) else self.predecessor_running
         self.batch_limits = BatchLimits(max_sequences=places, max_tokens_per_step=MOST_PIECES)
         self._pool.serve(found, places, is_fixed=config.backend_slots > 0)
-        self.tell_problem(layout.BACKEND_WELL)
+        if isinstance(found, Found):
+            self.tell_problem(layout.BACKEND_WELL)
+            self._tell_found(found)
+
+    def _tell_found(self, found: Found) -> None:
+        """For the operator: what is there, and what of it does not fit."""
+        config = self._config
         _log.info("%s serves %s", config.backend_url, described(found))
         if not found.is_listed:
             _log.warning("the model server does not list the model %s (--backend-model)", shown_model(found.model))
@@ -189,8 +196,8 @@ class RealBackend(Backend):
         except ValueError as problem:
             raise StartError(f"--backend-api-key-file: {problem}") from None
 
-    def _find(self, pool: StreamPool) -> Found:
-        """Wait for the server.
+    def _find(self, pool: StreamPool) -> Found | UpstreamProblem:
+        """Wait for the server; a successor takes over without it, for there are sequences that wait for an answer.
 
         Raises:
             StartError: it is not there in time, or does not answer as one should.
@@ -201,9 +208,11 @@ class RealBackend(Backend):
         while True:
             try:
                 return self._result(pool.find())
-            except UpstreamMisset as problem:
-                raise StartError(problem.message) from None
             except UpstreamProblem as problem:
+                if self.predecessor_running:
+                    return problem
+                if isinstance(problem, UpstreamMisset):
+                    raise StartError(problem.message) from None
                 self.tell_problem(problem_code(problem))
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:

@@ -9,25 +9,25 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import random
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import uvloop
 
 from ironbatch import layout
 from ironbatch.backends.base import FINISH_LENGTH, FINISH_STOP, finish_error
 from ironbatch.backends.places import Places
+from ironbatch.backends.retries import RetryPolicy, failed, pause_before
 from ironbatch.backends.stream import Stream, StreamEnd, StreamFailed
 from ironbatch.backends.upstream_watch import UpstreamWatch
 from ironbatch.shm.wakeup import Doorbell
 from ironbatch.text_rows import NO_USAGE, TokenUsage
 from ironbatch.upstream.client import UpstreamClient
-from ironbatch.upstream.find import shown_model
+from ironbatch.upstream.find import described
 from ironbatch.upstream.problems import (
     UpstreamAway,
     UpstreamBroken,
@@ -49,8 +49,6 @@ FINISH_WAIT_S = 1.0
 FREE_SLOT_S = 0.05
 """What a server is given to notice that a stream was closed, before its place is another's. llama.cpp: 15-32 ms."""
 
-PAUSE_FIRST_S = 0.1
-PAUSE_MOST_S = 5.0
 CLOSE_S = 2.0
 REPEAT_LOG_S = 10.0
 
@@ -61,14 +59,6 @@ Result = TypeVar("Result")
 ROW_IS_FULL = UpstreamProblem(
     "the text is longer than this engine keeps of a request; ask for less, or give it a higher --max-model-len"
 )
-
-
-class RetryPolicy(NamedTuple):
-    """How often and how long a stream is tried again."""
-
-    retries: int  # after a failure without a piece
-    wait_s: float  # for a server that is away
-    continues: bool  # also after a piece
 
 
 class StreamPool:
@@ -120,8 +110,11 @@ class StreamPool:
         """Begin to ask the server what it is; its problem is the future's exception."""
         return self.call(self._client.find(self._wanted_model))
 
-    def serve(self, found: Found, most_places: int, *, is_fixed: bool) -> None:
-        """From now on streams may begin: so many at once at most; unless it is fixed, what the server says later."""
+    def serve(self, found: Found | UpstreamProblem, most_places: int, *, is_fixed: bool) -> None:
+        """From now on streams may begin: so many at once at most; unless it is fixed, what the server says later.
+
+        Instead of what was found it may be the problem with finding it: then they wait until it is back.
+        """
         self._most_places = most_places
         self._is_fixed = is_fixed
         self.call(self._start(found)).result()
@@ -180,8 +173,9 @@ class StreamPool:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self._client.close()
 
-    async def _start(self, found: Found) -> None:
-        self._found(found)
+    async def _start(self, found: Found | UpstreamProblem) -> None:
+        if isinstance(found, Found):
+            self._found(found)
         self._watch.start(found)
 
     def _found(self, found: Found) -> None:
@@ -238,12 +232,11 @@ class StreamPool:
             except UpstreamAway as problem:
                 self._watch.is_away(problem)
                 self._check_may_ask_again(stream, problem)
-                if stream.received_count > received:
-                    away_until_s = self._loop.time() + self._policy.wait_s
                 if self._loop.time() >= away_until_s:  # that it is away is in the log; its address is not the client's
                     raise StreamFailed(StreamEnd(finish_error(layout.ERROR_UNAVAILABLE))) from None
             except (UpstreamBusy, UpstreamBroken) as problem:
                 self._check_may_ask_again(stream, problem)
+                away_until_s = self._loop.time() + self._policy.wait_s  # it has been there until now
                 # What has brought a piece has helped, and pieces are counted.
                 failures = failures + 1 if stream.received_count == received else 0
                 if failures > self._policy.retries:
@@ -315,22 +308,3 @@ class StreamPool:
     def _ring(self) -> None:
         self._ring_at = None
         self._news.ring()
-
-
-def failed(error_code: int, problem: UpstreamProblem) -> StreamFailed:
-    """The end of a stream that is not tried again; its client reads what the problem says."""
-    return StreamFailed(StreamEnd(finish_error(error_code), note=problem.message))
-
-
-def pause_before(try_number: int, problem: UpstreamProblem) -> float:
-    """Seconds before the next try: twice as long after each, at least what upstream advises, and never all at once."""
-    pause_s = min(PAUSE_FIRST_S * 2.0 ** min(try_number, 16), PAUSE_MOST_S) * random.uniform(0.5, 1.0)  # noqa: S311
-    advised_s = problem.retry_after_s if isinstance(problem, UpstreamBusy) else None
-    return max(pause_s, advised_s * random.uniform(1.0, 1.2)) if advised_s else pause_s  # noqa: S311
-
-
-def described(found: Found) -> str:
-    """What a server says of itself, for the log."""
-    slots = f"{found.slots} at once" if found.slots else "it does not say how many streams it takes at once"
-    context = f", {found.context_tokens} tokens each" if found.context_tokens else ""
-    return f"model {shown_model(found.model)} ({found.dialect.name}), {slots}{context}"

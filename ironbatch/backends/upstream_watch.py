@@ -21,8 +21,8 @@ LOOK_MOST_S = 1.0
 STEADY_S = 10.0
 """One that goes again within this time of its coming back is looked for at the pace of before."""
 
-IDLE_LOOK_S = 5.0
-"""Between two looks at a server of which nothing was heard meanwhile."""
+LOOK_EVERY_S = 5.0
+"""Between two looks at a server that is there: it may go, or become another, without anybody's having asked it."""
 
 
 class Asked(Protocol):
@@ -72,10 +72,13 @@ class UpstreamWatch:
         self._pause_s = LOOK_FIRST_S
         self._looking: asyncio.Task[None] | None = None
 
-    def start(self, found: Found) -> None:
-        """Begin to watch a server that was found."""
-        self._found = found
-        self._is_back.set()
+    def start(self, found: Found | UpstreamProblem) -> None:
+        """Begin to watch a server that was found, or was not."""
+        if isinstance(found, Found):
+            self._found = found
+            self._is_back.set()
+        else:
+            self._note_away(found)
         self._looking = asyncio.get_running_loop().create_task(self._look_for_ever())
 
     def stop(self) -> None:
@@ -122,11 +125,10 @@ class UpstreamWatch:
                 await self._look_until_back()
             self._wake.clear()
             try:
-                async with asyncio.timeout(IDLE_LOOK_S):
+                async with asyncio.timeout(LOOK_EVERY_S):
                     await self._wake.wait()
             except TimeoutError:
-                if asyncio.get_running_loop().time() - self._heard_s >= IDLE_LOOK_S:
-                    await self._look_after_idle()
+                await self._look_after()
 
     async def _look_until_back(self) -> None:
         loop = asyncio.get_running_loop()
@@ -150,13 +152,14 @@ class UpstreamWatch:
         self._is_back.set()
         _log.info("the model server is back after %.1f s", loop.time() - gone_s)
 
-    async def _look_after_idle(self) -> None:
+    async def _look_after(self) -> None:
         """Whether it is there, and still the one that it was; oddities are no reason to refuse anybody."""
         try:
             await self._client.probe()
             self._note_found(await self._find())
         except UpstreamAway as problem:
-            self._note_away(problem)
+            if asyncio.get_running_loop().time() - self._heard_s >= LOOK_EVERY_S:  # else it has other things to do
+                self._note_away(problem)
         except UpstreamProblem as problem:
             _log.debug("the model server answers oddly: %s", problem.message)
 

@@ -74,6 +74,7 @@ class Scheduler:
         self._backend = backend
         backend.beat = self.beat
         backend.tell_problem = self.tell_problem
+        backend.predecessor_running = int(segment.header["most_choices"])
         self._lane_bells = lane_bells
         self._segment = segment
         self.is_waiting = False

@@ -1,5 +1,6 @@
 """aiohttp's exceptions as problems, by whether a byte of the answer had come."""
 
+import errno
 import os
 from typing import Final
 
@@ -14,6 +15,9 @@ NETWORK_FAULTS: Final = (aiohttp.ClientError, OSError)
 CONNECTION_LOST: Final = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 """Of a connection that was there and is gone, or that never was."""
 
+OWN_LIMITS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""Why a connection fails on this side, whatever the server is like."""
+
 
 def problem_before_head(error: Exception, url: str) -> UpstreamProblem:
     """Why no answer has begun."""
@@ -26,13 +30,19 @@ def problem_before_head(error: Exception, url: str) -> UpstreamProblem:
     if isinstance(error, aiohttp.ServerTimeoutError):
         return UpstreamAway(f"no connection to {where}: it did not accept one in time")
     if isinstance(error, aiohttp.ClientConnectorError):
-        return UpstreamAway(f"no connection to {where}: {_reason(error)}")
+        return _no_connection(error, where)
     if isinstance(error, CONNECTION_LOST):
         # It was there. Whether it still is, the next try will tell; and this one may be why it went.
         return UpstreamBroken(f"the model server closed the connection before it answered: {_reason(error)}")
     if isinstance(error, aiohttp.InvalidURL):
         return UpstreamMisset(f"{shown(url)} can't be asked: {_reason(error)}; correct --backend-url")
     return UpstreamBroken(f"the model server gave no proper HTTP answer ({type(error).__name__})")
+
+
+def _no_connection(error: aiohttp.ClientConnectorError, where: str) -> UpstreamProblem:
+    if error.os_error.errno in OWN_LIMITS:
+        return UpstreamBroken(f"this engine can't connect to the model server: {_reason(error)}; see `ulimit -n`")
+    return UpstreamAway(f"no connection to {where}: {_reason(error)}")
 
 
 def problem_in_stream(error: Exception) -> UpstreamProblem:

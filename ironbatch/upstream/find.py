@@ -59,6 +59,13 @@ def shown_model(name: str) -> str:
     return line if len(line) <= MAX_MODEL_NAME_CHARS else line[:MAX_MODEL_NAME_CHARS] + "…"
 
 
+def described(found: Found) -> str:
+    """What a server says of itself, for the log."""
+    slots = f"{found.slots} at once" if found.slots else "it does not say how many streams it takes at once"
+    context = f", {found.context_tokens} tokens each" if found.context_tokens else ""
+    return f"model {shown_model(found.model)} ({found.dialect.name}), {slots}{context}"
+
+
 async def find(client: Asker, wanted_model: str) -> Found:
     """Ask the model server about itself. `wanted_model` "" is the first that it lists.
 

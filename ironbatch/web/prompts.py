@@ -69,32 +69,44 @@ class PromptReader:
         """
         _check_one(fields)
         if isinstance(fields.prompt, str):
-            return await self._of_text(fields.prompt, max_request_tokens)
+            return await self._of_text(fields.prompt, fields.max_new_tokens, max_request_tokens)
         if isinstance(fields.prompt_token_ids, list):
             return _of_ids(fields.prompt_token_ids, max_request_tokens)
         assert isinstance(fields.prompt_tokens, int)
         check("prompt_tokens", fields.prompt_tokens, 1, max_request_tokens)
         return Prompt(fields.prompt_tokens)
 
-    async def _of_text(self, text: str, max_request_tokens: int) -> Prompt:
+    async def _of_text(self, text: str, max_new_tokens: int, max_request_tokens: int) -> Prompt:
         data = text.encode()  # never fails: JSON with half a surrogate pair was refused
         if not data:
             raise invalid("prompt", "prompt is empty; give a text of at least 1 character")
-        if self._most_bytes is not None and len(data) > self._most_bytes:
-            raise invalid(
-                "prompt",
-                f"prompt has {len(data)} bytes, over the {self._most_bytes} that this engine keeps of a request's text;"
-                " shorten it, or give the engine a higher --max-model-len",
-            )
+        if self._most_bytes is not None:
+            has_length = 0 <= max_new_tokens <= max_request_tokens  # else that is what is wrong
+            self._check_room(len(data), max_new_tokens if has_length else 0)
         if self._tokenizer is None:
             tokens = -(-len(data) // BYTES_PER_TOKEN)
             prompt = Prompt(tokens, self._flags, text=data, is_estimate=True)
             _check_length(prompt, max_request_tokens)
             return prompt
         token_ids = await self._encode(self._tokenizer, text)
+        if token_ids and max(token_ids) > limits.TOKEN_ID.high:
+            raise invalid("prompt", f"prompt has a token of the id {max(token_ids)}; a token id is {limits.TOKEN_ID}")
         prompt = Prompt(len(token_ids), self._flags | layout.FLAG_TOKEN_IDS, text=data)
         _check_length(prompt, max_request_tokens)
         return prompt._replace(token_ids=np.array(token_ids, np.int32))
+
+    def _check_room(self, prompt_bytes: int, max_new_tokens: int) -> None:
+        """Prompt and output share a row. How long the output becomes nobody knows; it is given an average's room."""
+        most_bytes = self._most_bytes
+        assert most_bytes is not None
+        for_output = min(max_new_tokens * limits.TEXT_BYTES, most_bytes)
+        if prompt_bytes > most_bytes - for_output:
+            raise invalid(
+                "prompt",
+                f"prompt has {prompt_bytes} bytes, over the {most_bytes - for_output} that this engine keeps of a"
+                f" prompt beside an output of {max_new_tokens} tokens; shorten it, or give the engine a higher"
+                " --max-model-len",
+            )
 
     async def _encode(self, tokenizer: Tokenizer, text: str) -> list[int]:
         try:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ironbatch import layout
-from ironbatch.backends import real, stream_pool
+from ironbatch.backends import real, retries, stream_pool, upstream_watch
 from ironbatch.backends.real import FILLER_TOKEN_ID, RealBackend
 from ironbatch.errors import StartError
 from ironbatch.health import health_problem
@@ -39,7 +39,7 @@ def _keep_switch_interval() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_pool, "PAUSE_FIRST_S", 0.01)
+    monkeypatch.setattr(retries, "PAUSE_FIRST_S", 0.01)
     monkeypatch.setattr(stream_pool, "FINISH_WAIT_S", 0.2)
     monkeypatch.setattr(real, "LOOK_S", 0.02)
 
@@ -454,6 +454,61 @@ def test_a_scheduler_that_dies(server: ScriptedServer, *, continues: bool) -> No
             else:
                 assert (stream.reason, stream.error_code) == (FINISH_ERROR, layout.ERROR_LOST)
                 assert stream.texts == expected_pieces(prompt, 3)  # type: ignore[arg-type]
+
+
+def test_a_long_stream_is_waited_for_as_long_as_a_new_one(server: ScriptedServer) -> None:
+    """What counts is how long the server is away, not how long ago the stream began."""
+    server.decide = lambda _: Script(token_us=60_000)
+    with engine_at(server, backend_continue=True, backend_wait_s=1) as engine:
+        worker = engine.worker()
+        stream = only(worker, 30)
+        began_s = time.monotonic()
+        step_until(engine, worker, lambda: time.monotonic() - began_s > 1.2)
+        server.kill()
+        step_until(engine, worker, lambda: engine.segment.header["backend_problem"])
+        server.start()
+        finish(engine, worker, stream)
+        assert stream.texts == expected_pieces(PROMPT, 30)
+
+
+def test_a_server_that_restarts_unseen_with_fewer_slots_is_sent_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream_watch, "LOOK_EVERY_S", 0.02)
+    with ScriptedServer(LLAMA_CPP, slots=4) as server:
+        server.decide = lambda _: Script(token_us=2_000)
+        with engine_at(server) as engine:
+            worker = engine.worker()
+            finish(engine, worker, *[only(worker) for _ in range(8)])
+            server.kill()
+            server.slots = 2
+            server.start()
+            assert isinstance(engine.backend, RealBackend)
+            pool = engine.backend._pool
+            assert pool is not None
+            step_until(engine, worker, lambda: pool._server is not None and pool._server.slots == 2)
+            server.most_open = server.most_waiting = 0
+            finish(engine, worker, *[only(worker) for _ in range(12)])
+            assert (server.most_open, server.most_waiting) == (2, 0)
+
+
+def test_a_scheduler_that_dies_while_the_server_is_away(server: ScriptedServer) -> None:
+    """Its successor takes over without the server: who waits gets an answer in time, and the next one is served."""
+    server.script(Script(pieces=3, ending=Ending.HANG))
+    with engine_at(server, backend_slots=1, backend_wait_s=1) as engine:
+        worker = engine.worker()
+        begun, waiting = only(worker), only(worker)
+        step_until(engine, worker, lambda: len(begun.texts) == 3)
+        server.kill()
+        engine.scheduler.close()
+        engine.start_scheduler()
+        assert engine.segment.header["backend_problem"] == layout.BACKEND_AWAY
+        finish(engine, worker, begun, waiting)
+        assert begun.error_code == layout.ERROR_LOST
+        assert waiting.error_code == layout.ERROR_UNAVAILABLE
+        server.start()
+        step_until(engine, worker, lambda: engine.segment.header["backend_problem"] == layout.BACKEND_WELL)
+        last = only(worker)
+        finish(engine, worker, last)
+        assert last.texts == expected_pieces(PROMPT, 5)
 
 
 # ---------------------------------------------------------------------------------------------------------------- start

@@ -47,7 +47,7 @@ class FakeServer:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream_watch, "LOOK_FIRST_S", 0.001)
     monkeypatch.setattr(upstream_watch, "LOOK_MOST_S", 0.002)
-    monkeypatch.setattr(upstream_watch, "IDLE_LOOK_S", 0.005)
+    monkeypatch.setattr(upstream_watch, "LOOK_EVERY_S", 0.005)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -98,6 +98,25 @@ def test_one_that_goes_is_looked_for_until_it_is_back(reports: int, caplog: pyte
     assert lines == ["the model server is away: ", "the model server is back a"], "one line for each change"
 
 
+def test_one_that_was_not_there_at_the_start_is_waited_for() -> None:
+    """A scheduler that takes over while the server is away goes on without it."""
+
+    async def run() -> None:
+        server = FakeServer()
+        server.problem = UpstreamAway("refused")
+        watch = UpstreamWatch(server, "", server.told.append, server.found.append)
+        watch.start(server.problem)
+        assert server.told == [layout.BACKEND_AWAY]
+        with pytest.raises(UpstreamAway, match="refused"):
+            await watch.wait_until_back(asyncio.get_running_loop().time())
+        server.problem = None
+        await watch.wait_until_back(asyncio.get_running_loop().time() + DEADLINE_S)
+        assert server.found == [FOUND]
+        watch.stop()
+
+    asyncio.run(run())
+
+
 def test_one_that_comes_and_goes_is_not_asked_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server may answer every look and still be away for whoever asks it for tokens."""
     monkeypatch.setattr(upstream_watch, "LOOK_FIRST_S", 0.01)
@@ -124,7 +143,19 @@ def test_a_wait_ends_at_its_time_with_the_reason() -> None:
     watched(scene)
 
 
-def test_an_idle_one_is_looked_after_and_a_busy_one_is_not() -> None:
+def test_one_that_is_busy_is_not_called_away() -> None:
+    async def scene(server: FakeServer, watch: UpstreamWatch) -> None:
+        server.problem = UpstreamAway("no answer in time")
+        async with asyncio.timeout(DEADLINE_S):
+            while server.probes < 4:
+                watch.heard()
+                await asyncio.sleep(0.0005)
+        assert server.told == []
+
+    watched(scene)
+
+
+def test_an_idle_one_is_looked_after() -> None:
     async def scene(server: FakeServer, watch: UpstreamWatch) -> None:
         await until(lambda: server.probes > 1)
         server.problem = UpstreamBroken("odd")

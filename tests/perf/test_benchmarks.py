@@ -73,7 +73,8 @@ def test_streaming_script_measures_both_sides(tmp_path: Path) -> None:
     name = "http_stream/1-stream/eight-lines"
     assert set(suite.get_benchmark_names()) == {f"{name}/ironbatch", f"{name}/bare"}
     for side in ("ironbatch", "bare"):
-        assert suite.get_benchmark(f"{name}/{side}").get_metadata()["lines_per_send"] == pytest.approx(8, abs=0.5)
+        lines_per_send = suite.get_benchmark(f"{name}/{side}").get_metadata()["lines_per_send"]
+        assert 7.5 < lines_per_send < 16, "eight are ready at once; where the machine is busy, now and then two steps'"
 
 
 @pytest.mark.slow

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 
+import aiohttp
 import pytest
 
 from ironbatch.upstream.events import MAX_EVENT_BYTES
+from ironbatch.upstream.faults import problem_before_head
 from ironbatch.upstream.problems import (
     UpstreamAway,
     UpstreamBroken,
@@ -133,3 +137,39 @@ def test_server_that_is_killed_and_comes_back(server: ScriptedServer) -> None:
         ask(server)
     server.start()
     assert ask(server).text == "".join(expected_pieces(PROMPT, 5))
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_what_this_side_lacks_is_not_the_servers_being_away(number: int) -> None:
+    key = aiohttp.client_reqrep.ConnectionKey("host", 80, False, True, None, None, None)  # noqa: FBT003
+    problem = problem_before_head(aiohttp.ClientConnectorError(key, OSError(number, "")), "http://host/v1")
+    assert type(problem) is UpstreamBroken
+    assert os.strerror(number) in problem.message
+    assert "ulimit" in problem.message
+
+
+SAYING_KEYS = {
+    "a refusal": refusal(400, "key secret-key-1 may not do this"),
+    "a wrong setting": refusal(403, "key secret-key-1 is not known"),
+    "a fault": refusal(500, "secret-key-1"),
+    "an event": Script(pieces=0, raw={0: b'data: {"error": {"message": "secret-key-1"}}\n\n'}),
+    "a malformed event": Script(pieces=0, raw={0: b"data: secret-key-1\n\n"}),
+}
+
+
+@pytest.mark.parametrize("answer", SAYING_KEYS)
+def test_no_message_repeats_the_key(answer: str, server: ScriptedServer) -> None:
+    server.script(SAYING_KEYS[answer])
+    with pytest.raises(UpstreamProblem) as caught:
+        ask(server, api_key="secret-key-1")
+    assert "***" in caught.value.message
+    assert "secret-key-1" not in caught.value.message
+    assert "secret-key-1" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["s", "data", "id", "w", "text"])
+def test_what_is_no_message_is_read_as_it_is(key: str, server: ScriptedServer) -> None:
+    server.api_key = key
+    asked = ask(server, api_key=key)
+    assert asked.text == "".join(expected_pieces(PROMPT, 5))
+    assert server.requests[0].fields.get("model", "scripted") == "scripted"

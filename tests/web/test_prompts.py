@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ironbatch import layout
 from ironbatch.errors import RequestRejected
+from ironbatch.limits import TEXT_BYTES
 from ironbatch.text.byte_level import ByteTokenizer
 from ironbatch.text.tokenizer import Decoder, Tokenizer
 from ironbatch.text_rows import prompt_room
@@ -124,10 +125,12 @@ def test_a_text_of_too_many_tokens_as_it_seems() -> None:
 
 
 @pytest.mark.parametrize("reader", [TEXT_ALONE, BOTH])
-def test_a_text_that_no_row_holds(reader: PromptReader) -> None:
-    room = prompt_room(ROW_BYTES)
-    assert read(reader, limit=10_000, prompt="a" * room).text == b"a" * room
-    message = refused(reader, limit=10_000, prompt="é" + "a" * (room - 1)).message
+@pytest.mark.parametrize("max_new_tokens", [0, 1, 16, 20_000])
+def test_a_text_that_no_row_holds_beside_its_output(reader: PromptReader, max_new_tokens: int) -> None:
+    """A length that is wrong itself leaves all of the row, so that it is what is told."""
+    room = prompt_room(ROW_BYTES) - (max_new_tokens * TEXT_BYTES if max_new_tokens <= 10_000 else 0)
+    assert read(reader, 10_000, prompt="a" * room, max_new_tokens=max_new_tokens).text == b"a" * room
+    message = refused(reader, 10_000, prompt="é" + "a" * (room - 1), max_new_tokens=max_new_tokens).message
     assert f"prompt has {room + 1} bytes, over the {room} that this engine keeps" in message
     assert "--max-model-len" in message
 
