@@ -61,6 +61,8 @@ def provoke(server: Server) -> None:
     wait_until(lambda: len({p.pid for p in server.processes("web worker")} - old) == 1, "a new worker", 60)
     wait_until(server.is_healthy, "health", 60)
     server.process.send_signal(signal.SIGUSR2)
+    # Of two signals that are pending at once the kernel lets the later one's handler run first.
+    wait_until(lambda: any("USR2 is refused" in line for line in list(server.output)), "the refusal")
 
 
 def lines_of(server: Server) -> list[str]:
