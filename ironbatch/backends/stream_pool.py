@@ -39,10 +39,6 @@ from ironbatch.upstream.types import UNKNOWN_USAGE, Finish, Found, Piece
 
 _log = logging.getLogger("ironbatch.scheduler")
 
-GATHER_S = 0.0005
-"""What comes within this time is told at once: a model server sends the tokens of its batch one after another, and each
-step of the scheduler costs as much as some of them."""
-
 FINISH_WAIT_S = 1.0
 """How long a stream that has all its pieces may take to say that it is over."""
 
@@ -95,7 +91,7 @@ class StreamPool:
         self._begun: deque[Stream] = deque()
         self._cancelled: deque[Stream] = deque()
         self._tasks: dict[Stream, asyncio.Task[None]] = {}
-        self._ring_at: asyncio.TimerHandle | None = None
+        self._is_ringing = False
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="upstream", daemon=True)
 
@@ -211,7 +207,7 @@ class StreamPool:
         except Exception as problem:  # one stream's fault must not hold up the others
             _log.exception("an upstream stream has failed", exc_info=problem)
             stream.finish(StreamEnd(finish_error(layout.ERROR_BACKEND)))
-        self._tell(stream, 0.0)
+        self._tell(stream)
 
     async def _complete(self, stream: Stream) -> Finish:
         """Ask upstream, again where that may help.
@@ -278,9 +274,8 @@ class StreamPool:
         return finish
 
     def _deliver(self, stream: Stream, deadline: asyncio.Timeout, piece: Piece) -> None:
-        is_first = stream.received_count == 0
         if stream.deliver(piece):
-            self._tell(stream, 0.0 if is_first else GATHER_S)
+            self._tell(stream)
         elif stream.is_complete:
             deadline.reschedule(self._loop.time() + FINISH_WAIT_S)
         self._watch.heard()
@@ -293,18 +288,16 @@ class StreamPool:
             told = f"the model server broke off: {problem.message}"
             raise StreamFailed(StreamEnd(finish_error(layout.ERROR_BACKEND), note=told))
 
-    def _tell(self, stream: Stream, within_s: float) -> None:
-        """Have the scheduler take what is there, at once or with what comes within that time."""
+    def _tell(self, stream: Stream) -> None:
+        """Have the scheduler take what is there, with all that this turn of the loop still brings."""
         if stream.has_told:
             return
         stream.has_told = True
         self._told.append(stream)
-        if within_s == 0.0 and self._ring_at is not None:
-            self._ring_at.cancel()
-            self._ring_at = None
-        if self._ring_at is None:
-            self._ring_at = self._loop.call_later(within_s, self._ring)
+        if not self._is_ringing:
+            self._is_ringing = True
+            self._loop.call_soon(self._ring)
 
     def _ring(self) -> None:
-        self._ring_at = None
+        self._is_ringing = False
         self._news.ring()
